@@ -1,0 +1,54 @@
+# `make demo` and `make test` are all a newcomer needs; both create the environment first.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+ROUND ?= r1
+
+.PHONY: demo test test-slow check lint types ui server worker plan validate benchmark study clean help
+
+help:
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(READY): pyproject.toml constraints.txt
+	@echo "creating the environment in .venv (once, a few minutes)"
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $(READY)
+
+demo: $(READY) ## one full round on the embedded default
+	@$(BIN)/python -m flows run --round $(ROUND)
+
+test: $(READY) ## the default tests
+	@$(BIN)/python -m pytest
+
+test-slow: $(READY) ## the slow ones: a real language model, longer training
+	@$(BIN)/python -m pytest -m slow
+
+check: lint types test ## lint, types and tests
+
+lint: $(READY)
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+types: $(READY)
+	@$(BIN)/mypy
+
+ui: $(READY) ## MLflow and Prefect in the browser, on loopback
+	@$(BIN)/python -m flows ui
+
+server: $(READY) ## the Prefect server that workers and deployments talk to
+	@$(BIN)/python -m flows server
+
+worker: $(READY) ## a process worker that runs scheduled rounds
+	@$(BIN)/python -m flows worker
+
+validate: $(READY) ## check pipeline.yaml
+	@$(BIN)/python -m flows validate
+
+plan: $(READY) ## what would run, and why
+	@$(BIN)/python -m flows plan
+
+benchmark: $(READY) ## where a round's time goes
+	@$(BIN)/python benchmarks/round.py
+
+study: $(READY) ## the default over seeds, for docs/demo.md (about an hour)
+	@$(BIN)/python benchmarks/demo.py

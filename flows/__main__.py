@@ -1,0 +1,253 @@
+"""`python -m flows`: check, plan, run and look at rounds. Light commands import neither torch, mlflow nor prefect."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flows import environment
+from rlhf.errors import BadInput, StageFailed
+
+environment.prepare()
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Declarative rounds of RLHF: check, plan, run and look.",
+)
+
+RoundOption = Annotated[str | None, typer.Option("--round", help="Like r1; default: the last one.")]
+
+
+@app.command()
+def validate() -> None:
+    """Check pipeline.yaml and prefect.yaml; every problem is named at once."""
+    from rlhf import config
+
+    pipeline = config.load("pipeline.yaml")
+    rounds, candidates = len(pipeline.rounds), len(pipeline.candidates)
+    print(f"pipeline.yaml is valid: {rounds} round(s), {candidates} candidate(s)")
+
+
+@app.command()
+def plan(
+    round: RoundOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Show which stages would run now, in which order, and why."""
+    from flows.plan import make_plan
+    from rlhf import config
+
+    config.load("pipeline.yaml")
+    stages = make_plan(f"promote@{round}" if round else None)
+    if as_json:
+        print(json.dumps([stage.as_dict() for stage in stages], indent=2))
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    for stage in stages:
+        mark = "[bold yellow]run [/]" if stage.runs else "[green]keep[/]"
+        console.print(f"{mark} {stage.name}")
+        for reason in stage.reasons:
+            console.print(f"       {reason}", style="dim", markup=False)
+    num = sum(stage.runs for stage in stages)
+    console.print(f"{num} of {len(stages)} stages would run", style="bold")
+
+
+@app.command()
+def run(round: RoundOption = None) -> None:
+    """Run a round to its decision, here and now; a new name is first appended to pipeline.yaml."""
+    from flows import server
+    from flows.report import print_report
+    from flows.session import open_session
+
+    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
+    with open_session(round) as session:
+        if not session.anything_to_run:
+            print(f"{session.round}: everything is up to date")
+            print_report(session.pipeline, session.round)
+            return
+        prefect_server = server.for_run()
+        try:
+            session.start_ahead()
+            from flows.round import rlhf_round  # imports prefect: seconds, while the first stage runs
+
+            prefect_server.wait()
+            state = rlhf_round(session.round, return_state=True)
+            prefect_server.ask_to_stop()
+            session.display.close()
+            if not state.is_completed():
+                raise StageFailed(_explain(state))
+            print_report(session.pipeline, session.round)
+        finally:
+            session.runner.end_all()
+            prefect_server.stop()
+
+
+@app.command("round-add")
+def round_add(name: str) -> None:
+    """Append a round to pipeline.yaml, made from the last one."""
+    from flows.rounds import append_round
+    from flows.runner import workspace_lock
+
+    with workspace_lock():
+        changed = append_round("pipeline.yaml", name)
+    print(f"{name} added to pipeline.yaml" if changed else f"{name} is already in pipeline.yaml")
+
+
+@app.command()
+def report(round: RoundOption = None) -> None:
+    """Print a round's end again: table, samples, where to look."""
+    from flows.report import print_report
+    from rlhf import config
+
+    pipeline = config.load("pipeline.yaml")
+    print_report(pipeline, round or list(pipeline.rounds)[-1])
+
+
+@app.command()
+def ui(
+    check: Annotated[bool, typer.Option(help="Stop once both answer.", hidden=True)] = False,
+) -> None:
+    """Open MLflow and Prefect in the browser: start both servers until Ctrl-C."""
+    from flows import server
+    from rlhf import config, tracking
+
+    pipeline = config.load("pipeline.yaml")
+    uri = tracking.tracking_uri(pipeline.tracking.uri, Path.cwd())
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        if uri.startswith(("http://", "https://")):
+            mlflow_address = uri
+        else:
+            process, mlflow_address = server.start_mlflow(uri)
+            processes.append(process)
+        prefect_url = os.environ.get("PREFECT_API_URL") or server.running_url()
+        if prefect_url:
+            prefect_address = prefect_url.removesuffix("/api")
+        else:
+            process, prefect_address = server.start_prefect()
+            processes.append(process)
+            server.wait_for(prefect_address, "/api", process, "prefect-server")
+        if not uri.startswith("http"):
+            server.wait_for(mlflow_address, "", processes[0], "mlflow-server")
+        print(f"MLflow   {mlflow_address}")
+        for name in pipeline.rounds:
+            for kind, url in tracking.links(pipeline, name, mlflow_address).items():
+                print(f"  {name} {kind}: {url}")
+        print(f"Prefect  {prefect_address}/runs")
+        print("Ctrl-C ends both.", flush=True)
+        if not check:
+            _stay(processes)
+    finally:
+        _end(processes)
+
+
+@app.command("server")
+def server_command() -> None:
+    """Start this project's Prefect server until Ctrl-C."""
+    from flows import server
+
+    url = server.running_url()
+    if url:
+        raise StageFailed(f"a server of this project runs already at {url}")
+    process, address = server.start_prefect()
+    try:
+        server.wait_for(address, "/api", process, "prefect-server")
+        print(f"Prefect  {address}")
+        print(f"for the prefect command:  export PREFECT_API_URL={address}/api", flush=True)
+        _stay([process])
+    finally:
+        _end([process])
+
+
+@app.command()
+def worker() -> None:
+    """Work on deployed rounds until Ctrl-C: makes the pool, deploys prefect.yaml, polls every second."""
+    from flows import server
+    from flows.plan import check_workspace
+
+    check_workspace()
+    url = os.environ.get("PREFECT_API_URL") or server.configured_url() or server.running_url()
+    if not url:
+        raise BadInput(
+            "no Prefect server runs for this project",
+            rule="a worker asks a server for work",
+            mend="in another terminal: python -m flows server (or set PREFECT_API_URL)",
+        )
+    os.environ["PREFECT_API_URL"] = url
+    folder = str(Path.cwd())
+    environ = {
+        **os.environ,
+        "ROUNDHOUSE_FOLDER": folder,
+        "PYTHONPATH": os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")])),
+        "PREFECT_WORKER_QUERY_SECONDS": os.environ.get("PREFECT_WORKER_QUERY_SECONDS", "1"),
+    }
+    server.Server(url).wait(20)
+    prefect = [sys.executable, "-m", "prefect", "--no-prompt"]
+    pool = ["work-pool", "create", "roundhouse", "--type", "process", "--overwrite"]
+    for words in (pool, ["deploy", "--all"]):
+        done = subprocess.run([*prefect, *words], env=environ, capture_output=True, text=True)
+        if done.returncode:
+            raise StageFailed(f"prefect {' '.join(words)} failed:\n{done.stdout}{done.stderr}")
+    print("ready; start a round with")
+    print(f"  PREFECT_API_URL={url} prefect deployment run 'rlhf-round/default' -p round=r1", flush=True)
+    process = subprocess.Popen([*prefect, "worker", "start", "--pool", "roundhouse"], env=environ)
+    try:
+        _stay([process])
+    finally:
+        _end([process])
+
+
+def _explain(state: object) -> str:
+    return str(getattr(state, "message", None) or "the flow did not complete")
+
+
+def _stay(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Until Ctrl-C, or until one of them ends."""
+    try:
+        while all(process.poll() is None for process in processes):
+            time.sleep(0.3)
+    except KeyboardInterrupt:
+        return
+    raise StageFailed("a server ended by itself; see .scratch/logs")
+
+
+def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+    from flows.runner import end_trees
+
+    end_trees([process.pid for process in processes if process.poll() is None], grace=10)
+
+
+def main() -> None:
+    """Entry of the console script: a message instead of a traceback, 2 for bad input, 1 for failed work."""
+    try:
+        app(standalone_mode=False)
+    except (BadInput, StageFailed) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except typer.Exit as error:
+        sys.exit(error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        print("stopped; finished stages are kept, run again to go on", file=sys.stderr)
+        sys.exit(1)
+    except Exception as error:
+        import click
+
+        if not isinstance(error, click.ClickException):
+            raise
+        error.show()
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""What a round came to: one table, a few answers before and after, and where to look further."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from rlhf.config import Pipeline
+from rlhf.errors import BadInput
+from rlhf.tracking import links
+
+_NUM_SHOWN = 3
+_MAX_CHARACTERS = 220
+
+
+def read_decision(round: str, folder: str | Path = ".") -> dict[str, Any]:
+    """`runs/<round>/metrics/decision.json`."""
+    path = Path(folder) / f"runs/{round}/metrics/decision.json"
+    if not path.is_file():
+        raise BadInput(
+            f"{round} has no decision yet",
+            where=str(path),
+            mend=f"python -m flows run --round {round}",
+        )
+    content = json.loads(path.read_text(encoding="utf-8"))
+    assert isinstance(content, dict)
+    return content
+
+
+def verdict(decision: dict[str, Any]) -> str:
+    """One line: who was promoted and why."""
+    promoted = decision.get("promoted")
+    who = f"promoted {promoted}" if _is_candidate(decision) else f"kept {promoted or 'the policy'}"
+    return f"{who}: {decision.get('reason', '')}".rstrip(": ")
+
+
+def rows(decision: dict[str, Any]) -> list[list[str]]:
+    """The table's cells: the incoming policy first, then the candidates."""
+    table = []
+    for entry in [_incoming(decision), *decision.get("candidates", [])]:
+        low, high = entry.get("win_rate_lower"), entry.get("win_rate_upper")
+        win = _number(entry.get("win_rate"), ".2f")
+        if low is not None and high is not None:
+            win += f" [{_number(low, '.2f')}, {_number(high, '.2f')}]"
+        table.append(
+            [
+                str(entry.get("candidate", "")),
+                _number(entry.get("proxy_mean"), "+.3f"),
+                _number(entry.get("gold_mean"), "+.3f"),
+                _number(entry.get("kl_nats"), ".2f"),
+                _number(entry.get("length_mean"), ".1f"),
+                win,
+                _decision_words(entry, decision),
+            ]
+        )
+    return table
+
+
+HEADINGS = ["candidate", "proxy", "gold", "KL nats", "length", "win rate [95 %]", "decision"]
+
+
+def print_report(
+    pipeline: Pipeline, round: str, folder: str | Path = ".", console: Console | None = None
+) -> None:
+    """Print the round's end: table, samples, where to look."""
+    console = console or Console()
+    decision = read_decision(round, folder)
+    table = Table(title=f"round {round}", title_justify="left", title_style="bold")
+    for i, heading in enumerate(HEADINGS):
+        table.add_column(heading, justify="right" if 0 < i < len(HEADINGS) - 1 else "left")
+    for row in rows(decision):
+        chosen = row[0] == decision.get("promoted")
+        table.add_row(*row, style="bold green" if chosen else "")
+    console.print()
+    console.print(table)
+    console.print(verdict(decision), markup=False, highlight=False)
+    _print_samples(decision, round, Path(folder), console)
+    console.print("\nLook further:", style="bold")
+    for line in _further(pipeline, round, folder):
+        console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+
+
+def markdown(pipeline: Pipeline, round: str, folder: str | Path = ".") -> str:
+    """The same as Markdown, for Prefect's artifact."""
+    decision = read_decision(round, folder)
+    lines = [
+        f"# Round {round}",
+        "",
+        f"**{verdict(decision)}**",
+        "",
+        "| " + " | ".join(HEADINGS) + " |",
+        "|---" + "|---:" * (len(HEADINGS) - 2) + "|---|",
+    ]
+    lines += ["| " + " | ".join(row) + " |" for row in rows(decision)]
+    found = links(pipeline, round, folder=folder)
+    if found:
+        lines += ["", *(f"- [{name} in MLflow]({url})" for name, url in found.items())]
+    return "\n".join(lines)
+
+
+def _print_samples(decision: dict[str, Any], round: str, folder: Path, console: Console) -> None:
+    name = decision.get("promoted") if _is_candidate(decision) else None
+    if name is None:
+        best = max(
+            decision.get("candidates", []), key=lambda c: c.get("gold_mean") or -1e9, default=None
+        )
+        name = best["candidate"] if best else None
+    path = folder / f"runs/{round}/evaluations/{name}/shown.parquet"
+    if not path.is_file():
+        return
+    import pyarrow.parquet
+
+    console.print(f"\nBefore and after ({name}):", style="bold")
+    for row in pyarrow.parquet.read_table(path).slice(0, _NUM_SHOWN).to_pylist():
+        console.print(f"  prompt  {_short(row['prompt'])}", markup=False, highlight=False)
+        for column in ("before", "after"):
+            gold = _number(row.get(f"gold_{column}"), "+.2f")
+            console.print(
+                f"  {column:<7} [gold {gold}] {_short(row[column])}", markup=False, highlight=False
+            )
+        console.print()
+
+
+def _further(pipeline: Pipeline, round: str, folder: str | Path) -> list[str]:
+    lines = [
+        f"python -m flows report --round {round}     this page again",
+        "python -m flows plan                  what would run now, and why",
+        "dvc metrics show                      every stage's numbers",
+        "python -m flows ui                    the curves and the flow in the browser; then open",
+    ]
+    found = links(pipeline, round, folder=folder)
+    words = {"candidates": "candidates' curves", "metric": "one metric, large", "round": "the gate"}
+    lines += [f"    {words[name]}: {url}" for name, url in found.items() if name != "metric"]
+    return lines
+
+
+def _incoming(decision: dict[str, Any]) -> dict[str, Any]:
+    incoming = decision.get("incoming")
+    if isinstance(incoming, dict):
+        return {"candidate": "incoming", **incoming}
+    return {"candidate": f"incoming ({incoming})" if incoming else "incoming"}
+
+
+def _is_candidate(decision: dict[str, Any]) -> bool:
+    return any(c.get("candidate") == decision.get("promoted") for c in decision["candidates"])
+
+
+def _decision_words(entry: dict[str, Any], decision: dict[str, Any]) -> str:
+    if "passes" not in entry:
+        return "" if _is_candidate(decision) else "kept"
+    if entry.get("candidate") == decision.get("promoted"):
+        return "promoted"
+    if entry["passes"]:
+        return "passes"
+    failed = entry.get("failed_rules") or []
+    return "fails " + ", ".join(str(rule) for rule in failed) if failed else "fails"
+
+
+def _number(value: Any, form: str) -> str:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return ""
+    return format(value, form) if math.isfinite(value) else str(value)
+
+
+def _short(text: Any) -> str:
+    words = " ".join(str(text).split())
+    return words if len(words) <= _MAX_CHARACTERS else words[: _MAX_CHARACTERS - 1] + "…"

@@ -1,0 +1,1 @@
+"""The library: algorithms, models, rollouts, rewards, contracts, tracking. Knows nothing of Prefect or DVC."""

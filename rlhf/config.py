@@ -1,0 +1,681 @@
+"""`pipeline.yaml` as strict, frozen pydantic models. Every error is reported at once: path, value, rule, mend.
+
+Imports neither torch nor pandas, so that `validate` and `plan` start quickly.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from rlhf.errors import BadInput
+
+ROUND_NAME = re.compile(r"r[0-9]+(_[a-z0-9]+)*")
+SPLITS = ("sft", "preferences", "rl", "choose", "report")
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+RoundName = Annotated[str, Field(pattern=r"^r[0-9]+(_[a-z0-9]+)*$")]
+ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")]
+Betas = Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)]
+
+
+class ConfigError(BadInput):
+    """Every problem of a `pipeline.yaml`, one line each."""
+
+    def __init__(self, path: str, problems: list[str]) -> None:
+        self.problems = problems
+        count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+        super().__init__("\n  ".join([f"{path}: {count}", *problems]))
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are errors, types are not coerced, values do not change."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, populate_by_name=True)
+
+
+# --- model and data ------------------------------------------------------------------------------
+
+
+class DemoModel(Section):
+    """Sizes of the Llama that `base: demo` starts from new weights."""
+
+    hidden_size: Positive
+    num_layers: Positive
+    num_heads: Positive
+    intermediate_size: Positive
+    max_positions: Positive
+
+    @model_validator(mode="after")
+    def _heads(self) -> DemoModel:
+        if self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} does not divide hidden_size={self.hidden_size}; "
+                f"use one of {_divisors(self.hidden_size)}"
+            )
+        return self
+
+
+class Model(Section):
+    """The language model all policies come from, and how text becomes tokens."""
+
+    base: Annotated[str, Field(min_length=1)]
+    revision: str | None
+    demo: DemoModel | None
+    tokenizer: str | None
+    chat_template: Literal["none", "tokenizer"]
+    max_prompt_tokens: Positive
+    max_response_tokens: Positive
+    too_long: Literal["error", "drop", "truncate"]
+    dtype: Literal["float32", "bfloat16"]
+    device: Literal["auto", "cpu", "cuda"]
+
+    @model_validator(mode="after")
+    def _demo_sizes(self) -> Model:
+        if self.base != "demo":
+            return self
+        if self.demo is None:
+            raise ValueError("base=demo needs the section model.demo; write its sizes out")
+        total = self.max_prompt_tokens + self.max_response_tokens
+        if self.demo.max_positions < total:
+            raise ValueError(
+                f"demo.max_positions={self.demo.max_positions} is less than max_prompt_tokens + "
+                f"max_response_tokens={total}; raise it to at least {total}"
+            )
+        if self.tokenizer is None:
+            raise ValueError("base=demo has no tokenizer of its own; set model.tokenizer")
+        return self
+
+
+class FileTable(Section):
+    """A JSONL, JSON, CSV or Parquet file. Other keys name its columns."""
+
+    kind: Literal["file"]
+    path: Annotated[str, Field(min_length=1)]
+
+
+class HubTable(Section):
+    """A dataset by its `datasets` name, pinned to a revision."""
+
+    kind: Literal["hub"]
+    name: Annotated[str, Field(min_length=1)]
+    revision: Annotated[str, Field(min_length=1)]
+    subset: str | None = None
+    part: str = "train"
+
+
+class _DemonstrationColumns(Section):
+    prompt: str = "prompt"
+    response: str = "response"
+    split: str | None = None
+
+
+class _PromptColumns(Section):
+    prompt: str = "prompt"
+    split: str | None = None
+
+
+class _PreferenceColumns(Section):
+    prompt: str = "prompt"
+    chosen: str = "chosen"
+    rejected: str = "rejected"
+
+
+class FileDemonstrations(FileTable, _DemonstrationColumns): ...
+
+
+class HubDemonstrations(HubTable, _DemonstrationColumns): ...
+
+
+class FilePrompts(FileTable, _PromptColumns): ...
+
+
+class HubPrompts(HubTable, _PromptColumns): ...
+
+
+class FilePreferences(FileTable, _PreferenceColumns): ...
+
+
+class HubPreferences(HubTable, _PreferenceColumns): ...
+
+
+class Data(Section):
+    """Where demonstrations, prompts and ready-made pairs come from."""
+
+    source: Annotated[str, Field(min_length=1)]
+    world: ImportPath | None
+    world_options: dict[str, Any] = {}
+    demonstrations: Annotated[FileDemonstrations | HubDemonstrations, Field(discriminator="kind")]
+    prompts: Annotated[FilePrompts | HubPrompts, Field(discriminator="kind")]
+    preferences: (
+        Annotated[FilePreferences | HubPreferences, Field(discriminator="kind")] | None
+    ) = None
+    split_fractions: dict[Literal["sft", "preferences", "rl", "choose", "report"], Fraction]
+
+    @model_validator(mode="after")
+    def _whole(self) -> Data:
+        total = sum(self.split_fractions.values())
+        if abs(total - 1) > 1e-6 or len(self.split_fractions) != len(SPLITS):
+            raise ValueError(
+                f"split_fractions must name {', '.join(SPLITS)} and sum to 1; they sum to {total:g}"
+            )
+        if self.world_options and self.world is None:
+            raise ValueError("world_options is set but world is null; remove one of them")
+        return self
+
+
+class Gold(Section):
+    """What is meant: a program by import path, with `score(prompts, responses, ended)`."""
+
+    kind: Literal["program"]
+    path: ImportPath
+
+
+# --- resources, tracking -------------------------------------------------------------------------
+
+
+class Threads(Section):
+    sft: Positive
+    preferences: Positive
+    reward_model: Positive
+    policy: Positive
+    evaluate: Positive
+
+
+class Resources(Section):
+    threads: Threads
+    parallel: Positive
+    gpus: Count
+
+
+class Tracking(Section):
+    uri: str | None
+
+
+# --- training ------------------------------------------------------------------------------------
+
+
+class Optimization(Section):
+    """AdamW with linear warm-up and linear decay; what every training stage declares."""
+
+    learning_rate: PositiveFloat
+    warmup_steps: Count
+    final_lr_fraction: Fraction
+    weight_decay: NonNegative
+    adam_betas: Betas
+    max_grad_norm: PositiveFloat
+
+
+class Sft(Optimization):
+    epochs: Positive
+    batch_size: Positive
+    micro_batch_size: Positive
+    evaluate_every: Positive
+    patience: Positive
+
+    @model_validator(mode="after")
+    def _micro(self) -> Sft:
+        _check_divides("micro_batch_size", self.micro_batch_size, "batch_size", self.batch_size)
+        return self
+
+
+class SimulatedLabeler(Section):
+    """Bradley-Terry annotator over gold: P(i > j) = (1 - 2 flip) sigmoid((g_i - g_j) / noise) + flip."""
+
+    kind: Literal["simulated"]
+    noise: PositiveFloat
+    flip: Annotated[float, Field(ge=0, lt=0.5)]
+
+
+class ProgramLabeler(Section):
+    """An importable function (prompts, first, second) -> list of "first" | "second" | "tie"."""
+
+    kind: Literal["program"]
+    path: ImportPath
+
+
+class Preferences(Section):
+    num_groups: Positive
+    num_heldout_groups: Positive
+    samples_per_prompt: Annotated[int, Field(ge=2)]
+    temperature: PositiveFloat
+    sampling_batch_size: Positive
+    pairs: Literal["all", "adjacent", "best_worst"]
+    labeler: Annotated[SimulatedLabeler | ProgramLabeler, Field(discriminator="kind")]
+    ties: Literal["drop", "keep"]
+    carry_over: Literal["all", "none"]
+
+    @model_validator(mode="after")
+    def _best_worst(self) -> Preferences:
+        if self.pairs == "best_worst" and self.labeler.kind != "simulated":
+            raise ValueError(
+                "pairs=best_worst needs a labeler that scores; use labeler.kind=simulated, "
+                "or pairs: all"
+            )
+        return self
+
+
+class RewardModel(Optimization):
+    members: Positive
+    epochs: Positive
+    groups_per_batch: Positive
+    micro_batch_size: Positive
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)]
+    centering: NonNegative
+    num_reference_samples: Annotated[int, Field(ge=2)]
+
+    @model_validator(mode="after")
+    def _micro(self) -> RewardModel:
+        _check_divides(
+            "micro_batch_size", self.micro_batch_size, "groups_per_batch", self.groups_per_batch
+        )
+        return self
+
+
+class Round(Section):
+    from_: Annotated[RoundName, Field(alias="from")]
+    sample_from: RoundName
+    preferences: Preferences
+    reward_model: RewardModel
+
+
+class Kl(Section):
+    where: Literal["reward", "loss"]
+    estimator: Literal["k1", "k2", "k3", "k3_straight_through"]
+    coef: NonNegative
+
+    @model_validator(mode="after")
+    def _gradient(self) -> Kl:
+        if self.where == "loss" and self.estimator == "k1":
+            raise ValueError(
+                "estimator=k1 in the loss has an expected gradient of zero; "
+                "use k2, k3 or k3_straight_through, or where: reward"
+            )
+        return self
+
+
+class Value(Section):
+    learning_rate: PositiveFloat
+    coef: PositiveFloat
+    clip: PositiveFloat | None
+    warmup_steps: Count
+    init: Literal["reward_model", "policy"]
+
+
+class _Candidate(Optimization):
+    round: RoundName
+    from_: Annotated[RoundName, Field(alias="from")]
+    learns_from: Annotated[str, Field(pattern=r"^r[0-9]+(_[a-z0-9]+)*/(reward_model|preferences)$")]
+    algorithm: Annotated[str, Field(pattern=r"^[a-z0-9_]+$")]
+    checkpoint_every: Positive
+
+
+class RlCandidate(_Candidate):
+    """Optimises the committee's score with samples of its own."""
+
+    kind: Literal["rl"]
+    advantage: Literal["gae", "group_mean", "group_std", "rloo", "reinforce"]
+    loss: Literal["ppo_clip", "reinforce"]
+    kl: Kl
+    aggregate: Literal["mean", "min", "mean_minus_variance"]
+    steps: Positive
+    prompts_per_step: Positive
+    samples_per_prompt: Positive
+    temperature: PositiveFloat
+    epochs_per_step: Positive
+    minibatches: Positive
+    micro_batch_size: Positive
+    clip_low: Annotated[float, Field(gt=0, lt=1)]
+    clip_high: PositiveFloat
+    reduction: Literal["token_mean", "sequence_mean", "constant_length"]
+    whiten_advantages: bool
+    entropy_coef: NonNegative
+    value: Value | None
+    gamma: Annotated[float, Field(ge=0, le=1)]
+    gae_lambda: Annotated[float, Field(ge=0, le=1)]
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> RlCandidate:
+        problems = []
+        batch = self.prompts_per_step * self.samples_per_prompt
+        if batch % self.minibatches:
+            problems.append(
+                f"minibatches={self.minibatches} does not divide prompts_per_step * "
+                f"samples_per_prompt={batch}; use one of {_divisors(batch)}"
+            )
+        else:
+            try:
+                _check_divides(
+                    "micro_batch_size",
+                    self.micro_batch_size,
+                    "sequences per minibatch",
+                    batch // self.minibatches,
+                )
+            except ValueError as error:
+                problems.append(str(error))
+        if self.advantage in ("group_mean", "group_std", "rloo") and self.samples_per_prompt < 2:
+            problems.append(
+                f"advantage={self.advantage} compares answers to one prompt; "
+                "set samples_per_prompt >= 2"
+            )
+        if (self.advantage == "gae") != (self.value is not None):
+            problems.append("value belongs to advantage=gae and to no other; set both or neither")
+        if self.advantage != "gae" and self.gae_lambda != 1.0:
+            problems.append(f"gae_lambda is not used by advantage={self.advantage}; set it to 1.0")
+        if self.loss == "reinforce" and self.epochs_per_step * self.minibatches > 1:
+            problems.append(
+                "loss=reinforce is on-policy only; set epochs_per_step: 1 and minibatches: 1"
+            )
+        if not self.learns_from.endswith("/reward_model"):
+            problems.append("learns_from of kind=rl names a reward model, like r1/reward_model")
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+
+class PreferenceCandidate(_Candidate):
+    """Learns from the round's pairs directly."""
+
+    kind: Literal["preference"]
+    loss: Literal["sigmoid", "ipo"]
+    beta: PositiveFloat
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)]
+    pairs_per_group: Positive
+    epochs: Positive
+    batch_size: Positive
+    micro_batch_size: Positive
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> PreferenceCandidate:
+        _check_divides("micro_batch_size", self.micro_batch_size, "batch_size", self.batch_size)
+        if self.label_smoothing and self.loss != "sigmoid":
+            raise ValueError(f"label_smoothing is not used by loss={self.loss}; set it to 0.0")
+        if not self.learns_from.endswith("/preferences"):
+            raise ValueError("learns_from of kind=preference names pairs, like r1/preferences")
+        return self
+
+
+Candidate = Annotated[RlCandidate | PreferenceCandidate, Field(discriminator="kind")]
+
+
+# --- evaluation and the gate ---------------------------------------------------------------------
+
+METRICS = (
+    "gold_mean",
+    "proxy_mean",
+    "win_rate",
+    "win_rate_lower",
+    "win_rate_upper",
+    "kl_nats",
+    "length_mean",
+    "length_ratio",
+    "entropy_nats",
+    "ended_fraction",
+)
+MetricName = Literal[
+    "gold_mean",
+    "proxy_mean",
+    "win_rate",
+    "win_rate_lower",
+    "win_rate_upper",
+    "kl_nats",
+    "length_mean",
+    "length_ratio",
+    "entropy_nats",
+    "ended_fraction",
+]
+
+
+class Evaluation(Section):
+    choose_samples_per_prompt: Positive
+    report_samples_per_prompt: Positive
+    final_samples_per_prompt: Positive
+    temperature: PositiveFloat
+    sampling_batch_size: Positive
+    select: Literal["last", "best_proxy", "best_gold"]
+    num_bootstrap: Annotated[int, Field(ge=100)]
+    num_shown: Positive
+
+
+class Rule(Section):
+    metric: MetricName
+    at_least: float | None = None
+    at_most: float | None = None
+
+    @model_validator(mode="after")
+    def _bound(self) -> Rule:
+        if (self.at_least is None) == (self.at_most is None):
+            raise ValueError("a rule has one bound; set either at_least or at_most")
+        return self
+
+
+class Gate(Section):
+    metric: MetricName
+    rules: list[Rule]
+
+
+class Pipeline(Section):
+    """The whole of `pipeline.yaml`."""
+
+    version: Literal[1]
+    project: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+    seed: Count
+    model: Model
+    data: Data
+    gold: Gold | None
+    resources: Resources
+    tracking: Tracking
+    sft: Sft
+    rounds: Annotated[dict[str, Round], Field(min_length=1)]
+    candidates: Annotated[dict[str, Candidate], Field(min_length=1)]
+    evaluation: Evaluation
+    gate: Gate
+
+    def candidates_of(self, round_name: str) -> dict[str, RlCandidate | PreferenceCandidate]:
+        """The candidates of one round, in the file's order."""
+        return {key: c for key, c in self.candidates.items() if c.round == round_name}
+
+    def seed_for(self, *parts: str) -> int:
+        """A seed in [0, 2**31) for one purpose: sha256 of the pipeline's seed and the parts."""
+        text = "/".join([str(self.seed), *parts])
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def load(path: str | Path = "pipeline.yaml") -> Pipeline:
+    """Read and check a pipeline file. Raises ConfigError with every problem in it."""
+    return parse(read_yaml(path), str(path))
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """A YAML 1.2 mapping as plain Python, the way DVC reads it."""
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
+
+    path = Path(path)
+    if not path.is_file():
+        raise BadInput(
+            "no such file",
+            where=str(path),
+            rule="commands run in the folder that holds pipeline.yaml",
+            mend="change into the project's folder",
+        )
+    try:
+        raw = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
+    except (YAMLError, UnicodeDecodeError) as error:
+        problem = " ".join(str(error).split())
+        raise BadInput(f"not readable as YAML: {problem}", where=str(path)) from None
+    if not isinstance(raw, dict):
+        raise BadInput("the file is not a mapping of keys", where=str(path))
+    return raw
+
+
+def parse(raw: Mapping[str, Any], path: str = "pipeline.yaml") -> Pipeline:
+    """Check a mapping. Raises ConfigError with every problem in it."""
+    problems = list(_cross_checks(raw))
+    pipeline = None
+    try:
+        pipeline = Pipeline.model_validate(_string_keys(raw))
+    except ValidationError as error:
+        problems = [*_readable(error), *problems]
+    if problems or pipeline is None:
+        raise ConfigError(path, problems)
+    return pipeline
+
+
+def digest(section: BaseModel | Mapping[str, Any]) -> str:
+    """sha256 of a section's canonical JSON, in hexadecimal."""
+    data = section.model_dump(by_alias=True) if isinstance(section, BaseModel) else section
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def _string_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        str(key): _string_keys(value) if isinstance(value, Mapping) else value
+        for key, value in raw.items()
+    }
+
+
+def _mapping(raw: Mapping[str, Any], key: str) -> dict[Any, Any]:
+    value = raw.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def _cross_checks(raw: Mapping[str, Any]) -> Iterator[str]:
+    """Rules between sections; tolerant of sections that are themselves broken."""
+    rounds, candidates = _mapping(raw, "rounds"), _mapping(raw, "candidates")
+    known = ["r0"]
+    for name, body in rounds.items():
+        if not isinstance(name, str):
+            yield (
+                f"rounds.{name}: a round name is text like r{name}, not a number "
+                f"(DVC drops number keys silently); write r{name}"
+            )
+            continue
+        if name == "r0" or not ROUND_NAME.fullmatch(name):
+            yield (
+                f"rounds.{name}: a round is named r1, r2, ... or r2_variant "
+                "(r0 is the fine-tuned start); rename it"
+            )
+        if isinstance(body, dict):
+            for key in ("from", "sample_from"):
+                if isinstance(body.get(key), str) and body[key] not in known:
+                    yield (
+                        f"rounds.{name}.{key}={body[key]}: not an earlier round; "
+                        f"use one of {', '.join(known)}"
+                    )
+        known.append(name)
+    for name, body in candidates.items():
+        if not isinstance(body, dict) or not isinstance(body.get("round"), str):
+            continue
+        home = body["round"]
+        if home not in rounds:
+            yield (
+                f"candidates.{name}.round={home}: no such round; "
+                f"use one of {', '.join(map(str, rounds)) or 'rounds (none declared)'}"
+            )
+            continue
+        if not re.fullmatch(re.escape(home) + r"-[a-z0-9_]+", str(name)):
+            yield f"candidates.{name}: the name must be {home}-<name> in a-z, 0-9, _; rename it"
+        start = rounds[home].get("from") if isinstance(rounds[home], dict) else None
+        if start is not None and body.get("from") not in (None, start):
+            yield (
+                f"candidates.{name}.from={body['from']}: differs from rounds.{home}.from={start}; "
+                f"write {start}"
+            )
+        source = str(body.get("learns_from", "")).split("/")[0]
+        if ROUND_NAME.fullmatch(source) and source not in known[1 : known.index(home) + 1]:
+            yield (
+                f"candidates.{name}.learns_from={body['learns_from']}: "
+                f"{source} is not {home} or an earlier round; use {home}/..."
+            )
+    for name in rounds:
+        if not any(isinstance(b, dict) and b.get("round") == name for b in candidates.values()):
+            yield f"rounds.{name}: has no candidate, so nothing to promote; add candidates.{name}-..."
+    simulated = [
+        name
+        for name, body in rounds.items()
+        if isinstance(body, dict)
+        and _mapping(_mapping(body, "preferences"), "labeler").get("kind") == "simulated"
+    ]
+    if simulated and raw.get("gold") is None:
+        yield (
+            f"rounds.{simulated[0]}.preferences.labeler.kind=simulated: needs gold; "
+            "declare gold, or use another labeler"
+        )
+    if raw.get("gold") is None:
+        if _mapping(raw, "evaluation").get("select") == "best_gold":
+            yield "evaluation.select=best_gold: no gold is declared; use last or best_proxy"
+        gate = _mapping(raw, "gate")
+        rules = gate.get("rules") if isinstance(gate.get("rules"), list) else []
+        names = [gate.get("metric"), *(r.get("metric") for r in rules if isinstance(r, dict))]
+        if "gold_mean" in names:
+            yield "gate: uses gold_mean but no gold is declared; use win_rate or proxy_mean"
+
+
+def _readable(error: ValidationError) -> Iterator[str]:
+    """One line per pydantic error: dotted path, value, rule, mend."""
+    for item in error.errors():
+        place = [str(part) for part in item["loc"] if part not in ("file", "hub", "rl", "preference", "simulated", "program")]
+        path = ".".join(place) or "pipeline"
+        kind, value, context = item["type"], item["input"], item.get("ctx", {})
+        shown = "" if isinstance(value, (dict, list, BaseModel)) else f"={value}"
+        if kind == "extra_forbidden":
+            yield f"{path}: unknown key; {_suggest(item['loc'])}"
+        elif kind == "missing":
+            yield f"{path}: required and missing; add it"
+        elif kind == "literal_error":
+            yield f"{path}{shown}: must be one of {context['expected']}"
+        elif kind in ("union_tag_invalid", "union_tag_not_found"):
+            tags = context.get("expected_tags", "one of the documented kinds")
+            yield f"{path}.kind: must be one of {tags}"
+        elif kind == "value_error":
+            yield f"{path}: {context['error']}"
+        elif kind in ("float_type", "int_type", "int_from_float") and isinstance(value, str):
+            yield f"{path}='{value}': must be a number, not text; remove the quotes (write 1.0e-5)"
+        else:
+            yield f"{path}{shown}: {_lower(item['msg'])}"
+
+
+def _lower(message: str) -> str:
+    return message[:1].lower() + message[1:]
+
+
+def _suggest(loc: tuple[int | str, ...]) -> str:
+    """A near spelling among the keys this section has, or where it was found."""
+    names: set[str] = set()
+    for model in _sections(Section):
+        names.update(field.alias or name for name, field in model.model_fields.items())
+    close = difflib.get_close_matches(str(loc[-1]), sorted(names), n=1, cutoff=0.7)
+    return f"did you mean {close[0]}?" if close else "remove it"
+
+
+def _sections(base: type[Section]) -> Iterator[type[Section]]:
+    for child in base.__subclasses__():
+        yield child
+        yield from _sections(child)
+
+
+def _divisors(n: int) -> str:
+    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+
+
+def _check_divides(small_name: str, small: int, large_name: str, large: int) -> None:
+    if large % small:
+        raise ValueError(
+            f"{small_name}={small} does not divide {large_name}={large}; "
+            f"use one of {_divisors(large)}"
+        )

@@ -1,0 +1,1 @@
+"""From users' files to tokens: readers, tokenisation, batching."""

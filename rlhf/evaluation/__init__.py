@@ -1,0 +1,1 @@
+"""Measuring policies and reward models."""

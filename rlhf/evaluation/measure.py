@@ -1,0 +1,147 @@
+"""What one policy does on one set of prompts, answer by answer, and the row that sums it up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+from transformers import PreTrainedModel
+
+from rlhf import config
+from rlhf.data.book import PromptBook
+from rlhf.evaluation.statistics import win_rate
+from rlhf.models.sequences import Sequences
+from rlhf.optimise.forward import divergence
+from rlhf.progress import Clock
+from rlhf.rewards.committee import Committee
+from rlhf.rollout import sample
+
+if TYPE_CHECKING:
+    from rlhf.rewards.gold import Gold
+
+DIVERGENCE_BATCH = 128
+
+
+@dataclass(frozen=True)
+class Judges:
+    """Who scores: the committee (proxy) and, where declared, gold."""
+
+    committee: Committee
+    gold: Gold | None
+
+    @property
+    def name(self) -> str:
+        """Whose scores decide the win rate."""
+        return f"gold:{self.gold.path}" if self.gold is not None else "proxy"
+
+
+def measure(
+    policy: PreTrainedModel,
+    reference: PreTrainedModel,
+    prompt_ids: Sequence[str],
+    samples_per_prompt: int,
+    *,
+    book: PromptBook,
+    judges: Judges,
+    model: config.Model,
+    evaluation: config.Evaluation,
+    seed: int,
+    clock: Clock,
+) -> pd.DataFrame:
+    """One row per answer: prompt_id, response, ended, num_tokens, proxy, proxy_std, gold, gold/<part>, kl, entropy.
+
+    kl is the exact KL to the reference summed over the answer's tokens, entropy the mean over them, in nats.
+    The answers of a prompt stand next to each other.
+    """
+    codec = book.codec
+    keys = [key for key in prompt_ids for _ in range(samples_per_prompt)]
+    prompts = [book.tokens(key) for key in keys]
+    with clock("sampling"):
+        completions = sample(
+            policy,
+            prompts,
+            max_new_tokens=model.max_response_tokens,
+            temperature=evaluation.temperature,
+            eos_id=codec.eos_id,
+            pad_id=codec.pad_id,
+            seed=seed,
+            batch_size=evaluation.sampling_batch_size,
+        )
+    texts = [codec.decode(completion.ids) for completion in completions]
+    ended = [completion.ended for completion in completions]
+    with clock("scoring"):
+        members = judges.committee.member_scores(prompts, texts, ended)
+        sequences = Sequences.from_rows(prompts, [c.ids for c in completions], codec.pad_id)
+        device = next(policy.parameters()).device
+        apart = divergence(policy, reference, sequences.to(device), model, DIVERGENCE_BATCH)
+        table = pd.DataFrame(
+            {
+                "prompt_id": keys,
+                "response": texts,
+                "ended": ended,
+                "num_tokens": [len(c.ids) for c in completions],
+                "proxy": members.mean(0).double().numpy(),
+                "proxy_std": members.std(0, correction=0).double().numpy(),
+                "gold": np.nan,
+                "kl": apart.kl.double().numpy(),
+                "entropy": apart.entropy.double().numpy(),
+            }
+        )
+        if judges.gold is not None:
+            parts = judges.gold.score([book.text(key) for key in keys], texts, ended)
+            table["gold"] = parts["total"].to_numpy()
+            for part in parts.columns.drop("total"):
+                table[f"gold/{part}"] = parts[part].to_numpy()
+    return table
+
+
+def summarise(
+    answers: pd.DataFrame, baseline: pd.DataFrame, *, judge: str, num_bootstrap: int, seed: int
+) -> dict[str, Any]:
+    """The evaluation row of a policy against the incoming policy's answers to the same prompts.
+
+    Standard errors are over prompts. The win rate compares answers by gold where there is one.
+    """
+    score = "proxy" if judge == "proxy" else "gold"
+    wins = win_rate(
+        _by_prompt(answers, score), _by_prompt(baseline, score), num_bootstrap=num_bootstrap, seed=seed
+    )
+    has_gold = judge != "proxy"
+    row: dict[str, Any] = {
+        "num_prompts": answers["prompt_id"].nunique(),
+        "num_samples": len(answers),
+        "proxy_mean": answers["proxy"].mean(),
+        "proxy_se": standard_error(answers, "proxy"),
+        "proxy_std_members": answers["proxy_std"].mean(),
+        "gold_mean": answers["gold"].mean() if has_gold else None,
+        "gold_se": standard_error(answers, "gold") if has_gold else None,
+        "kl_nats": answers["kl"].mean(),
+        "kl_se": standard_error(answers, "kl"),
+        "length_mean": answers["num_tokens"].mean(),
+        "length_ratio": answers["num_tokens"].mean() / baseline["num_tokens"].mean(),
+        "entropy_nats": answers["entropy"].mean(),
+        "ended_fraction": answers["ended"].mean(),
+        "win_rate": wins.value,
+        "win_rate_lower": wins.lower,
+        "win_rate_upper": wins.upper,
+        "judge": judge,
+    }
+    for part in [name for name in answers.columns if name.startswith("gold/")]:
+        row[part] = answers[part].mean()
+    return row
+
+
+def standard_error(answers: pd.DataFrame, column: str) -> float | None:
+    """Of the mean, from the spread of prompt means; None with one prompt."""
+    means = answers.groupby("prompt_id", sort=False)[column].mean()
+    return float(means.std(ddof=1) / math.sqrt(len(means))) if len(means) > 1 else None
+
+
+def _by_prompt(answers: pd.DataFrame, column: str) -> np.ndarray:
+    """(P, S): the answers of each prompt in a row, prompts in order of appearance."""
+    per = len(answers) // answers["prompt_id"].nunique()
+    return answers[column].to_numpy().reshape(-1, per)

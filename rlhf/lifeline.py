@@ -1,0 +1,125 @@
+"""A stage ends with its owners: no orphan keeps a GPU or writes into outputs that nobody guards.
+
+The owners are every ancestor process up to DVC, and those named in ROUNDHOUSE_OWNERS (the flow and its worker) as
+`pid:start` words. The start time makes the pair safe against reused process ids. A thread looks twice a second; when an
+owner is gone it sends this process SIGTERM, so that the stage saves its checkpoint, and SIGKILL when that takes too long.
+
+Call `hold()` before importing torch: the seconds an import takes are guarded too.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass
+
+OWNERS_VARIABLE = "ROUNDHOUSE_OWNERS"
+
+
+@dataclass(frozen=True)
+class _Process:
+    parent: int
+    start: int
+    dead: bool
+
+
+def ident(pid: int) -> str:
+    """`pid:start` of a running process; ProcessLookupError when there is none."""
+    process = _look(pid)
+    if process is None:
+        raise ProcessLookupError(pid)
+    return f"{pid}:{process.start}"
+
+
+def alive(owner: str) -> bool:
+    """Whether the process `pid:start` still runs. A zombie, and another process with its id, do not count."""
+    pid, start = (int(part) for part in owner.split(":"))
+    process = _look(pid)
+    return process is not None and process.start == start and not process.dead
+
+
+def owners() -> list[str] | None:
+    """The processes this one depends on; None when one of them ended while we looked."""
+    found = []
+    pid = os.getppid()
+    while pid > 1:
+        process = _look(pid)
+        if process is None:
+            return None
+        found.append(f"{pid}:{process.start}")
+        if _is_dvc(pid):
+            break
+        pid = process.parent
+    else:
+        found = found[:1]  # started by hand: only the direct parent is an owner
+    return found + os.environ.get(OWNERS_VARIABLE, "").split()
+
+
+def hold(every: float = 0.5, grace: float = 20.0) -> bool:
+    """Tie this process to its owners, if DVC or a flow started it. Returns whether it is tied.
+
+    Args:
+        every: seconds between looks.
+        grace: seconds between SIGTERM and SIGKILL.
+    """
+    if not (os.environ.get("DVC_STAGE") or os.environ.get(OWNERS_VARIABLE)):
+        return False
+    watched = owners()
+
+    def watch() -> None:
+        while watched is not None and all(alive(owner) for owner in watched):
+            time.sleep(every)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(grace)
+        os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+    return True
+
+
+def _look(pid: int) -> _Process | None:
+    if not sys.platform.startswith("linux"):
+        return _look_portable(pid)
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read()
+    except OSError:
+        return None
+    fields = text[text.rindex(b")") + 2 :].split()  # the name before it may hold spaces
+    return _Process(parent=int(fields[1]), start=int(fields[19]), dead=fields[0] in b"ZX")
+
+
+def _look_portable(pid: int) -> _Process | None:
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        return _Process(
+            parent=process.ppid(),
+            start=int(process.create_time() * 100),
+            dead=process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD),
+        )
+    except psutil.Error:
+        return None
+
+
+def _command_line(pid: int) -> list[str]:
+    if sys.platform.startswith("linux"):
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                return file.read().decode(errors="replace").split("\0")
+        except OSError:
+            return []
+    import psutil
+
+    try:
+        return psutil.Process(pid).cmdline()
+    except psutil.Error:
+        return []
+
+
+def _is_dvc(pid: int) -> bool:
+    return any(os.path.basename(word) == "dvc" for word in _command_line(pid)[:3])

@@ -1,0 +1,1 @@
+"""How a policy is changed: by reinforcement learning on a score, or directly from pairs."""

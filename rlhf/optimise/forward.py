@@ -1,0 +1,74 @@
+"""Passes of models over many sequences, in the micro-batches that training uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlhf import config
+from rlhf.algos.kl import full_kl
+from rlhf.algos.logprobs import token_entropy, token_logprobs
+from rlhf.algos.masking import masked_sum
+from rlhf.models.policy import precision, response_logits
+from rlhf.models.sequences import Sequences
+
+
+def by_length(sequences: Sequences, size: int) -> list[list[int]]:
+    """Rows of similar length together, in chunks of `size`, shortest first."""
+    total = sequences.attention_mask.sum(1)
+    order = torch.argsort(total, stable=True).tolist()
+    return [order[i : i + size] for i in range(0, len(order), size)]
+
+
+@torch.no_grad()
+def scatter(
+    sequences: Sequences, batches: Sequence[Sequence[int]], compute: Callable[[Sequences], Tensor]
+) -> Tensor:
+    """(B, T) table put together from `compute(rows) -> (b, t)` of each batch; 0 elsewhere."""
+    result = torch.zeros(sequences.response_ids.shape, device=sequences.response_ids.device)
+    for rows in batches:
+        part = compute(sequences.select(list(rows)))
+        result[list(rows), : part.shape[1]] = part.float()
+    return result
+
+
+def logprobs_of(
+    policy: PreTrainedModel, sequences: Sequences, model: config.Model, temperature: float = 1.0
+) -> Tensor:
+    """(B, T) log-probs in nats of the response tokens under the policy."""
+    with precision(model, sequences.prompt_ids.device):
+        logits = response_logits(policy, sequences)
+    return token_logprobs(logits, sequences.response_ids, temperature=temperature)
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Per sequence, (B,) each, in nats: exact KL(policy || reference) summed over the sampled path, mean entropy."""
+
+    kl: Tensor
+    entropy: Tensor
+
+
+@torch.inference_mode()
+def divergence(
+    policy: PreTrainedModel,
+    reference: PreTrainedModel,
+    sequences: Sequences,
+    model: config.Model,
+    batch_size: int,
+) -> Divergence:
+    """Full-vocabulary KL at every sampled prefix: the Rao-Blackwellised estimate of sequence KL."""
+    kl, entropy = torch.zeros(len(sequences)), torch.zeros(len(sequences))
+    for rows in by_length(sequences, batch_size):
+        part = sequences.select(rows)
+        with precision(model, part.prompt_ids.device):
+            logits = response_logits(policy, part)
+            ref_logits = logits if reference is policy else response_logits(reference, part)
+        kl[rows] = masked_sum(full_kl(logits, ref_logits), part.response_mask, dim=1).cpu()
+        mean = masked_sum(token_entropy(logits), part.response_mask, dim=1) / part.lengths.clamp(min=1)
+        entropy[rows] = mean.cpu()
+    return Divergence(kl, entropy)

@@ -1,0 +1,86 @@
+"""A committee of reward models: members, their common scale, and the one number that is optimised."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rlhf import config
+from rlhf.algos.reward_model_losses import AGGREGATES
+from rlhf.artifacts import read_json
+from rlhf.data.text import TextCodec
+from rlhf.models.policy import precision
+from rlhf.models.scalar import ScalarModel
+from rlhf.models.sequences import Sequences
+
+SCALE_FILE = "scale.json"
+SCORING_BATCH = 256
+
+
+class Committee:
+    """M reward models read from one directory; scores are scaled so that the incoming policy has mean 0, sd 1.
+
+    Answers arrive as text and are tokenised here, so training and serving read the same ids.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[ScalarModel],
+        scales: Sequence[tuple[float, float]],
+        codec: TextCodec,
+        model: config.Model,
+    ) -> None:
+        self.members = list(members)
+        self.scales = list(scales)
+        self.codec = codec
+        self.model = model
+
+    @classmethod
+    def load(
+        cls, directory: Path, codec: TextCodec, model: config.Model, device: torch.device
+    ) -> Committee:
+        scale = read_json(directory / SCALE_FILE)
+        members = [
+            ScalarModel.from_directory(directory / member["name"], device).eval()
+            for member in scale["members"]
+        ]
+        return cls(members, [(m["mean"], m["std"]) for m in scale["members"]], codec, model)
+
+    @torch.inference_mode()
+    def member_scores(
+        self,
+        prompt_ids: Sequence[list[int]],
+        responses: Sequence[str],
+        ended: Sequence[bool],
+    ) -> Tensor:
+        """(M, B) scaled scores on the CPU, in the order given."""
+        rows = [
+            self.codec.encode_response(text, end) for text, end in zip(responses, ended, strict=True)
+        ]
+        order = sorted(range(len(rows)), key=lambda i: len(prompt_ids[i]) + len(rows[i]))
+        scores = torch.empty(len(self.members), len(rows))
+        device = self.members[0].head.weight.device
+        for start in range(0, len(order), SCORING_BATCH):
+            index = order[start : start + SCORING_BATCH]
+            batch = Sequences.from_rows(
+                [prompt_ids[i] for i in index], [rows[i] for i in index], self.codec.pad_id
+            ).to(device)
+            for m, (member, (mean, std)) in enumerate(zip(self.members, self.scales, strict=True)):
+                with precision(self.model, device):
+                    raw = member.scores(batch)
+                scores[m, index] = ((raw - mean) / std).cpu()
+        return scores
+
+    def score(
+        self,
+        prompt_ids: Sequence[list[int]],
+        responses: Sequence[str],
+        ended: Sequence[bool],
+        *,
+        aggregate: str,
+    ) -> Tensor:
+        """(B,) one score per answer: the named aggregate over members."""
+        return AGGREGATES[aggregate](self.member_scores(prompt_ids, responses, ended))

@@ -1,0 +1,5 @@
+"""Sampling answers. Engines share one interface: prompts as ids in, `Completion`s out, in order."""
+
+from rlhf.rollout.sampler import Completion, sample
+
+__all__ = ["Completion", "sample"]

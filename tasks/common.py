@@ -1,0 +1,106 @@
+"""What every stage does before and after its own work: guard, configure, run, report, exit code."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from rlhf import config
+from rlhf.errors import BadInput, StageFailed
+
+log = logging.getLogger("roundhouse")
+
+SOURCE = Path("data/source")
+TABLES = Path("data/tables")
+RUNS = Path("runs")
+
+
+def quiet_libraries() -> None:
+    """Silence what libraries print by default; our own messages stay."""
+    for name, value in {
+        "TRANSFORMERS_VERBOSITY": "error",
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "DO_NOT_TRACK": "true",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+    }.items():
+        os.environ.setdefault(name, value)
+    warnings.filterwarnings("ignore")
+
+
+def prepare_torch(threads: int) -> None:
+    """Fix what decides the bits of a CPU result: thread counts and deterministic kernels."""
+    import torch
+    from transformers.utils import logging as transformers_logging
+
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())
+    transformers_logging.disable_progress_bar()
+
+
+def main(
+    stage: str,
+    run: Callable[[config.Pipeline], None],
+    *,
+    sees_gold: bool = False,
+) -> None:
+    """Run a stage as a program: exit code 0, 2 (bad input) or 1 (failure), one message either way."""
+    quiet_libraries()
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    try:
+        pipeline = config.load()
+        if pipeline.gold is not None and not sees_gold:
+            from rlhf.rewards.firewall import forbid
+
+            forbid(pipeline.gold.path)
+        run(pipeline)
+    except (BadInput, StageFailed) as error:
+        sys.stderr.write(f"{stage}: {error}\n")
+        raise SystemExit(error.exit_code) from None
+    except OSError as error:
+        sys.stderr.write(f"{stage}: {error.strerror or error}: {error.filename or ''}\n")
+        raise SystemExit(1) from None
+    except MemoryError:
+        sys.stderr.write(f"{stage}: out of memory; mend: lower micro_batch_size\n")
+        raise SystemExit(1) from None
+    sys.stdout.flush()
+
+
+def of_round(pipeline: config.Pipeline, name: str) -> config.Round:
+    """The declared round of that name, or BadInput."""
+    if name not in pipeline.rounds:
+        raise BadInput(
+            f"no round named {name}",
+            where="pipeline.yaml rounds",
+            mend=f"use one of {', '.join(pipeline.rounds)}",
+        )
+    return pipeline.rounds[name]
+
+
+def of_candidate(
+    pipeline: config.Pipeline, name: str
+) -> config.RlCandidate | config.PreferenceCandidate:
+    """The declared candidate of that name, or BadInput."""
+    if name not in pipeline.candidates:
+        raise BadInput(
+            f"no candidate named {name}",
+            where="pipeline.yaml candidates",
+            mend=f"use one of {', '.join(pipeline.candidates)}",
+        )
+    return pipeline.candidates[name]
+
+
+def need(path: Path, made_by: str) -> Path:
+    """The path if it exists, else BadInput that says which stage makes it."""
+    if not path.exists():
+        raise BadInput(
+            "not there yet", where=str(path), rule=f"made by {made_by}", mend=f"dvc repro {made_by}"
+        )
+    return path

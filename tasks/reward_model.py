@@ -1,0 +1,299 @@
+"""A committee of Bradley-Terry reward models, fitted to the round's pairs and judged on held-out ones."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from rlhf import artifacts, config, contracts, tracking
+from rlhf.algos.reward_model_losses import bradley_terry_loss, pairwise_accuracy
+from rlhf.algos.types import LossOutput
+from rlhf.data.batching import length_sorted_batches
+from rlhf.data.book import PromptBook
+from rlhf.data.text import TextCodec, load_tokenizer
+from rlhf.evaluation import plots, statistics
+from rlhf.learner import Learner
+from rlhf.models.policy import device_of, load_policy, precision
+from rlhf.models.scalar import ScalarModel
+from rlhf.models.sequences import Sequences
+from rlhf.progress import Clock, Progress
+from rlhf.rewards.committee import SCALE_FILE, Committee
+from rlhf.rollout import sample
+from tasks import common
+
+
+@dataclass(frozen=True)
+class Group:
+    """The compared answers to one question: each is scored once, however often it is compared."""
+
+    prompt_id: str
+    answers: list[tuple[str, bool]]
+    """Text and whether it ended."""
+    pairs: list[tuple[int, int]]
+    """(chosen, rejected), positions in `answers`; a tie stands in both orders."""
+
+
+def run(pipeline: config.Pipeline, name: str) -> None:
+    """Reads the round's pairs and incoming policy; writes runs/<round>/reward_model and its metrics."""
+    clock = Clock(f"reward_model@{name}")
+    declared = common.of_round(pipeline, name)
+    settings, device = declared.reward_model, device_of(pipeline.model)
+    common.prepare_torch(pipeline.resources.threads.reward_model)
+    incoming = common.need(common.RUNS / declared.from_ / "promoted", "the round before")
+    tokenizer = load_tokenizer(pipeline.model, incoming)
+    codec = TextCodec(tokenizer, pipeline.model)
+    book = PromptBook(common.need(common.TABLES / "prompts.parquet", "data"), codec)
+    path = common.need(
+        common.RUNS / name / "preferences" / "pairs.parquet", f"preferences@{name}"
+    )
+    pairs = contracts.read(path, contracts.PAIRS)
+    groups = _groups(pairs[~pairs["heldout"]])
+
+    with tracking.stage_run(
+        pipeline,
+        stage="reward_model",
+        key=f"reward_model@{name}",
+        round=name,
+        kind="reward_model",
+        name=f"{name}/reward_model",
+        algorithm="bradley_terry",
+        params={"reward_model": settings.model_dump(), "seed": pipeline.seed},
+    ) as tracked:
+        tracked.dataset(path, f"{name}/pairs", "training")
+        members = []
+        total = settings.members * settings.epochs * math.ceil(len(groups) / settings.groups_per_batch)
+        with Progress(f"reward_model@{name}", total, "updates") as progress:
+            for number in range(settings.members):
+                model = ScalarModel.from_directory(incoming, device)
+                done = number * total // settings.members
+                seed = pipeline.seed_for(name, "reward_model", str(number))
+                for step, tokens, metrics in _train(model, groups, book, codec, pipeline, settings, seed, clock):
+                    tracked.metrics(
+                        {f"reward_model/member_{number}_{k}": v for k, v in metrics.items()}, step
+                    )
+                    progress.update(
+                        done + step, tokens=tokens, loss=metrics["loss"], accuracy=metrics["accuracy"]
+                    )
+                members.append(model.eval())
+        with clock("sampling"):
+            prompts, completions = _reference(pipeline, name, book, codec, device)
+        unscaled = Committee(members, [(0.0, 1.0)] * len(members), codec, pipeline.model)
+        with clock("scoring"):
+            raw = unscaled.member_scores(
+                prompts, [codec.decode(c.ids) for c in completions], [c.ended for c in completions]
+            )
+            scales = [(float(s.mean()), max(float(s.std()), 1e-6)) for s in raw]
+            heldout = pairs[pairs["heldout"]].reset_index(drop=True)
+            chosen, rejected = _score_pairs(unscaled, heldout, book)
+        report, table = judge(heldout, chosen, rejected, scales, codec, name)
+        out = common.RUNS / name / "reward_model"
+        with artifacts.write_directory(out) as directory:
+            for number, model in enumerate(members):
+                model.save(directory / f"member_{number}", tokenizer)
+            artifacts.write_json(
+                directory / SCALE_FILE,
+                {
+                    "members": [
+                        {"name": f"member_{i}", "mean": mean, "std": std}
+                        for i, (mean, std) in enumerate(scales)
+                    ]
+                },
+            )
+            artifacts.write_json(directory / "report.json", report)
+            plots.reliability(table, report["calibration_error"], directory / "reliability.png")
+            tracked.figure(directory / "reliability.png")
+        artifacts.write_json(common.RUNS / name / "metrics" / "reward_model.json", report)
+        tracked.summary({f"reward_model_result/{k}": v for k, v in report.items() if v is not None})
+        tracked.table("reliability", table.to_dict("records"))
+    clock.write()
+
+
+def _groups(pairs: pd.DataFrame) -> list[Group]:
+    """Pairs by group, answers that occur in several pairs once."""
+    groups = []
+    some_tie = bool(pairs["tie"].any())
+    for _, rows in pairs.groupby("group_id", sort=False):
+        answers: dict[tuple[str, bool], int] = {}
+        compared = []
+        for row in rows.itertuples():
+            i = answers.setdefault((row.chosen, row.chosen_ended), len(answers))
+            j = answers.setdefault((row.rejected, row.rejected_ended), len(answers))
+            if i == j:
+                continue
+            # A tie says both orders are equally likely; others count twice then, so all weigh the same.
+            compared += [(i, j), (j, i)] if row.tie else [(i, j)] * (2 if some_tie else 1)
+        if compared:
+            groups.append(Group(rows["prompt_id"].iloc[0], list(answers), compared))
+    return groups
+
+
+def _train(
+    model: ScalarModel,
+    groups: Sequence[Group],
+    book: PromptBook,
+    codec: TextCodec,
+    pipeline: config.Pipeline,
+    settings: config.RewardModel,
+    seed: int,
+    clock: Clock,
+) -> Iterator[tuple[int, int, dict[str, float]]]:
+    """Yields (update, tokens, metrics). Every pair of a batch weighs the same."""
+    device = next(model.parameters()).device
+    encoded = [
+        [codec.encode_response(text, ended) for text, ended in group.answers] for group in groups
+    ]
+    lengths = [
+        len(book.tokens(group.prompt_id)) + max(len(row) for row in rows)
+        for group, rows in zip(groups, encoded, strict=True)
+    ]
+    order = torch.Generator().manual_seed(seed)
+    batches_per_epoch = math.ceil(len(groups) / settings.groups_per_batch)
+    learner = Learner(model, settings, total_updates=batches_per_epoch * settings.epochs)
+    model.train()
+    for epoch in range(settings.epochs):
+        for rows in length_sorted_batches(lengths, settings.groups_per_batch, order):
+            size = settings.micro_batch_size
+            micro = [rows[i : i + size] for i in range(0, len(rows), size)]
+            num_pairs = sum(len(groups[i].pairs) for i in rows)
+
+            def share(part: list[int], num_pairs: int = num_pairs) -> LossOutput:
+                prompts = [book.tokens(groups[i].prompt_id) for i in part for _ in encoded[i]]
+                responses = [row for i in part for row in encoded[i]]
+                sequences = Sequences.from_rows(prompts, responses, codec.pad_id).to(device)
+                with precision(pipeline.model, device):
+                    scores = model.scores(sequences)
+                chosen, rejected = _pair_indices([groups[i] for i in part])
+                return bradley_terry_loss(
+                    scores[chosen],
+                    scores[rejected],
+                    label_smoothing=settings.label_smoothing,
+                    centering=settings.centering,
+                    denominator=num_pairs,
+                )
+
+            with clock("training"):
+                metrics = learner.update(
+                    (
+                        (
+                            float(sum(len(groups[i].pairs) for i in part)),
+                            lambda part=part: share(part),  # type: ignore[misc]
+                        )
+                        for part in micro
+                    ),
+                    name=f"epoch {epoch + 1}, groups {sorted(rows)[:8]}",
+                )
+            yield learner.updates, sum(len(row) for i in rows for row in encoded[i]), metrics
+
+
+def _pair_indices(groups: Sequence[Group]) -> tuple[list[int], list[int]]:
+    """Positions of chosen and rejected among the answers of all groups, one after another."""
+    chosen, rejected, offset = [], [], 0
+    for group in groups:
+        chosen += [offset + i for i, _ in group.pairs]
+        rejected += [offset + j for _, j in group.pairs]
+        offset += len(group.answers)
+    return chosen, rejected
+
+
+def _reference(
+    pipeline: config.Pipeline, name: str, book: PromptBook, codec: TextCodec, device: torch.device
+) -> tuple[list[list[int]], list]:
+    """Answers of the incoming policy, which set the scale of the scores."""
+    declared = pipeline.rounds[name]
+    policy = load_policy(common.RUNS / declared.from_ / "promoted", device)
+    keys = book.of("preferences")
+    count = declared.reward_model.num_reference_samples
+    prompts = [book.tokens(keys[i % len(keys)]) for i in range(count)]
+    completions = sample(
+        policy,
+        prompts,
+        max_new_tokens=pipeline.model.max_response_tokens,
+        temperature=1.0,
+        eos_id=codec.eos_id,
+        pad_id=codec.pad_id,
+        seed=pipeline.seed_for(name, "reward_model", "reference"),
+        batch_size=count,
+    )
+    return prompts, completions
+
+
+def _score_pairs(
+    committee: Committee, pairs: pd.DataFrame, book: PromptBook
+) -> tuple[Tensor, Tensor]:
+    """(M, N) raw scores of chosen and of rejected."""
+    prompts = [book.tokens(key) for key in pairs["prompt_id"]]
+    return (
+        committee.member_scores(prompts, pairs["chosen"].tolist(), pairs["chosen_ended"].tolist()),
+        committee.member_scores(prompts, pairs["rejected"].tolist(), pairs["rejected_ended"].tolist()),
+    )
+
+
+def judge(
+    heldout: pd.DataFrame,
+    chosen: Tensor,
+    rejected: Tensor,
+    scales: Sequence[tuple[float, float]],
+    codec: TextCodec,
+    name: str,
+) -> tuple[dict[str, float | None], pd.DataFrame]:
+    """How good the committee is on pairs it has not seen, those of this round; labelled ties apart.
+
+    Returns: the report, and the reliability table of P(chosen) = sigmoid(score margin).
+    """
+    own = ((heldout["round"] == name) & ~heldout["tie"]).to_numpy()
+    pairs, chosen, rejected = heldout[own].reset_index(drop=True), chosen[:, own], rejected[:, own]
+    mean_chosen, mean_rejected = chosen.mean(0), rejected.mean(0)
+    accuracy, ties = pairwise_accuracy(mean_chosen, mean_rejected)
+    hits = (mean_chosen > mean_rejected).numpy().astype(float)
+    interval = statistics.mean_interval(hits, pairs["group_id"].to_numpy(), seed=0)
+    # Which answer is called first must not depend on the label, or every outcome would be 1.
+    first = (pairs["chosen"] < pairs["rejected"]).to_numpy()
+    probability = torch.sigmoid(mean_chosen - mean_rejected).numpy().astype(float)
+    probability = np.where(first, probability, 1 - probability)
+    calibration = statistics.expected_calibration_error(probability, first.astype(float))
+    table = statistics.reliability(probability, first.astype(float), bins=10)
+    means = torch.tensor([m for m, _ in scales]), torch.tensor([s for _, s in scales])
+    scaled = [((part - means[0][:, None]) / means[1][:, None]).mean(0).numpy() for part in (chosen, rejected)]
+    lengths = [
+        len(codec.encode_response(text, ended))
+        for side in ("chosen", "rejected")
+        for text, ended in zip(pairs[side], pairs[f"{side}_ended"], strict=True)
+    ]
+    slope, correlation = statistics.score_length(np.concatenate(scaled), np.array(lengths, float))
+    per_member = [float(pairwise_accuracy(c, r)[0]) for c, r in zip(chosen, rejected, strict=True)]
+    report: dict[str, float | None] = {
+        "heldout_pairs": float(len(pairs)),
+        "accuracy": float(accuracy),
+        "accuracy_lower": interval.lower,
+        "accuracy_upper": interval.upper,
+        "ties": float(ties),
+        "labelled_ties": float(heldout["tie"].sum()),
+        "member_accuracy_min": min(per_member),
+        "member_accuracy_max": max(per_member),
+        "calibration_error": float(calibration),
+        "length_slope_per_token": float(slope),
+        "length_correlation": float(correlation),
+        "gold_order_accuracy": None,
+        "label_ceiling": None,
+    }
+    if pairs["gold_margin"].notna().all() and len(pairs):
+        margin = pairs["gold_margin"].to_numpy()
+        decided = margin != 0
+        right = (mean_chosen > mean_rejected).numpy() == (margin > 0)
+        report["gold_order_accuracy"] = float(right[decided].mean())
+        report["label_ceiling"] = float((margin > 0).mean())
+    return report, table
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--round", required=True, help="like r1")
+    arguments = parser.parse_args()
+    common.main(f"reward_model@{arguments.round}", lambda p: run(p, arguments.round))

@@ -1,0 +1,177 @@
+"""Supervised fine-tuning: the base model learns the demonstrations and becomes the policy of round r0."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+
+import torch
+
+from rlhf import artifacts, config, contracts, tracking
+from rlhf.algos.masking import masked_sum, reduce
+from rlhf.algos.types import LossOutput
+from rlhf.data.batching import length_sorted_batches
+from rlhf.data.book import PromptBook
+from rlhf.data.text import TextCodec, load_tokenizer
+from rlhf.learner import Learner
+from rlhf.models.policy import device_of, load_base, save_policy
+from rlhf.models.sequences import Sequences
+from rlhf.optimise.forward import by_length, logprobs_of
+from rlhf.progress import Clock, Progress
+from tasks import common
+
+OUT = common.RUNS / "r0" / "promoted"
+METRICS = common.RUNS / "r0" / "metrics" / "sft.json"
+
+
+def run(pipeline: config.Pipeline) -> None:
+    """Reads data/tables; writes runs/r0/promoted and its metrics."""
+    clock = Clock("sft")
+    settings, device = pipeline.sft, device_of(pipeline.model)
+    common.prepare_torch(pipeline.resources.threads.sft)
+    tokenizer = load_tokenizer(pipeline.model, None)
+    codec = TextCodec(tokenizer, pipeline.model)
+    with clock("data"):
+        train, heldout = _read(common.TABLES, codec)
+    model = load_base(pipeline.model, tokenizer, pipeline.seed_for("sft", "weights")).to(device)
+    train, heldout = train.to(device), heldout.to(device)
+
+    lengths = train.attention_mask.sum(1).tolist()
+    per_epoch = math.ceil(len(train) / settings.batch_size)
+    total = per_epoch * settings.epochs
+    learner = Learner(model, settings, total_updates=total)
+    order = torch.Generator().manual_seed(pipeline.seed_for("sft", "order"))
+    best = _Best(settings.patience)
+
+    with (
+        tracking.stage_run(
+            pipeline,
+            stage="sft",
+            key="sft",
+            round="r0",
+            kind="sft",
+            name="r0/sft",
+            algorithm="sft",
+            params={"sft": settings.model_dump(), "model": pipeline.model.model_dump(), "seed": pipeline.seed},
+        ) as tracked,
+        Progress("sft", total, "updates") as progress,
+    ):
+        tracked.dataset(common.TABLES / "demonstrations.parquet", "demonstrations", "training")
+        for _ in range(settings.epochs):
+            for rows in length_sorted_batches(lengths, settings.batch_size, order):
+                with clock("training"):
+                    metrics = _update(learner, model, train, rows, settings, pipeline.model)
+                tokens = int(train.lengths[rows].sum())
+                step = learner.updates
+                tracked.metrics({f"sft/{k}": v for k, v in metrics.items()}, step)
+                if step % settings.evaluate_every == 0 or step == total:
+                    with clock("evaluation"):
+                        loss = heldout_loss(model, heldout, pipeline.model, settings.micro_batch_size)
+                    best.offer(loss, step, model)
+                    tracked.metrics(
+                        {"sft/heldout_loss_nats": loss, "sft/heldout_perplexity": math.exp(loss)}, step
+                    )
+                progress.update(
+                    step, tokens=tokens, loss=metrics["loss"], heldout=best.latest or metrics["loss"]
+                )
+                if best.exhausted:
+                    break
+            if best.exhausted:
+                break
+        model.load_state_dict(best.weights)
+        result = {
+            "heldout_loss_nats": best.loss,
+            "heldout_perplexity": math.exp(best.loss),
+            "best_update": best.step,
+            "updates": learner.updates,
+            "stopped_early": best.exhausted,
+        }
+        tracked.summary({f"sft_result/{k}": float(v) for k, v in result.items()})
+        with artifacts.write_directory(OUT) as directory:
+            save_policy(model, tokenizer, directory)
+        artifacts.write_json(METRICS, result)
+    clock.write()
+
+
+def heldout_loss(
+    model: torch.nn.Module, sequences: Sequences, settings: config.Model, batch_size: int
+) -> float:
+    """Mean negative log-likelihood of response tokens, nats per token."""
+    model.eval()
+    total = 0.0
+    with torch.inference_mode():
+        for rows in by_length(sequences, batch_size):
+            part = sequences.select(rows)
+            total -= float(masked_sum(logprobs_of(model, part, settings), part.response_mask))
+    model.train()
+    return total / int(sequences.response_mask.sum())
+
+
+class _Best:
+    """The weights with the lowest held-out loss so far, and when to give up on a lower one."""
+
+    def __init__(self, patience: int) -> None:
+        self.patience = patience
+        self.loss, self.step, self.latest, self.worse = math.inf, 0, 0.0, 0
+        self.weights: dict[str, torch.Tensor] = {}
+
+    @property
+    def exhausted(self) -> bool:
+        return self.worse >= self.patience
+
+    def offer(self, loss: float, step: int, model: torch.nn.Module) -> None:
+        self.latest = loss
+        if loss < self.loss:
+            self.loss, self.step, self.worse = loss, step, 0
+            self.weights = copy.deepcopy(model.state_dict())
+        else:
+            self.worse += 1
+
+
+def _update(
+    learner: Learner,
+    model: torch.nn.Module,
+    train: Sequences,
+    rows: list[int],
+    settings: config.Sft,
+    model_settings: config.Model,
+) -> dict[str, float]:
+    """One update on a batch: token-mean negative log-likelihood of the responses only."""
+    num_tokens = float(train.lengths[rows].sum())
+
+    def share(micro: list[int]) -> LossOutput:
+        part = train.select(micro)
+        logprobs = logprobs_of(model, part, model_settings)
+        return LossOutput(reduce(-logprobs, part.response_mask, denominator=num_tokens), {})
+
+    size = settings.micro_batch_size
+    chunks = [rows[i : i + size] for i in range(0, len(rows), size)]
+    return learner.update(
+        ((float(len(chunk)), lambda chunk=chunk: share(chunk)) for chunk in chunks),  # type: ignore[misc]
+        name=f"demonstrations {sorted(rows)[:8]}",
+    )
+
+
+def _read(tables: Path, codec: TextCodec) -> tuple[Sequences, Sequences]:
+    """Training and held-out demonstrations as tokens; the end token is part of the response."""
+    book = PromptBook(common.need(tables / "prompts.parquet", "data"), codec)
+    table = contracts.read(tables / "demonstrations.parquet", contracts.DEMONSTRATIONS)
+    parts = []
+    for split in ("train", "heldout"):
+        rows = table[table["split"] == split]
+        parts.append(
+            Sequences.from_rows(
+                [book.tokens(key) for key in rows["prompt_id"]],
+                [
+                    codec.encode_response(text, ended)
+                    for text, ended in zip(rows["response"], rows["ended"], strict=True)
+                ],
+                codec.pad_id,
+            )
+        )
+    return parts[0], parts[1]
+
+
+if __name__ == "__main__":
+    common.main("sft", run)

@@ -1,0 +1,147 @@
+"""Masks select, lengths make masks, and one reduction serves every loss."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf.algos.masking import (
+    last_index,
+    mask_from_lengths,
+    masked_mean,
+    masked_sum,
+    reduce,
+    reduction_denominator,
+    select,
+)
+
+NAN = float("nan")
+
+
+def table() -> tuple[Tensor, Tensor]:
+    """Row means 2 and 10, with NaN outside the mask."""
+    x = torch.tensor([[1.0, 2.0, 3.0], [10.0, NAN, NAN]], dtype=torch.float64)
+    return x, torch.tensor([[True, True, True], [True, False, False]])
+
+
+@pytest.mark.parametrize(
+    ("reduction", "length", "expected"),
+    [
+        ("token_mean", None, 4.0),  # (1 + 2 + 3 + 10) / 4 tokens
+        ("sequence_mean", None, 6.0),  # ((1 + 2 + 3) / 3 + 10 / 1) / 2 sequences
+        ("constant_length", 8, 1.0),  # (1 + 2 + 3 + 10) / (2 sequences * 8 tokens)
+    ],
+)
+def test_reduce_by_hand(reduction: str, length: int | None, expected: float) -> None:
+    x, mask = table()
+    denominator = reduction_denominator(mask, reduction, length=length)
+    assert reduce(x, mask, reduction, denominator=denominator).item() == expected
+    if length is None:
+        assert reduce(x, mask, reduction).item() == expected
+
+
+def test_kept_four_masked_six_divides_by_four() -> None:  # C31
+    x = torch.arange(10.0, dtype=torch.float64)[None]
+    mask = mask_from_lengths(torch.tensor([4]), 10)
+    for reduction in ("token_mean", "sequence_mean"):
+        assert reduce(x, mask, reduction).item() == 1.5  # (0 + 1 + 2 + 3) / 4
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "constant_length"])
+def test_all_masked_part_of_a_batch_adds_nothing(reduction: str) -> None:  # C31
+    x = torch.full((2, 3), NAN, requires_grad=True)
+    loss = reduce(x, torch.zeros(2, 3, dtype=torch.bool), reduction, denominator=7.0)
+    loss.backward()
+    assert loss.item() == 0
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.zeros(2, 3))
+
+
+def test_an_empty_sequence_is_not_a_sequence_of_zeros() -> None:
+    x = torch.tensor([[3.0, 5.0], [NAN, NAN]])
+    mask = torch.tensor([[True, True], [False, False]])
+    assert reduce(x, mask, "sequence_mean").item() == 4  # not (4 + 0) / 2
+
+
+def test_refusals() -> None:
+    x, mask = table()
+    nothing = torch.zeros_like(mask)
+    with pytest.raises(ValueError, match="selects nothing"):
+        reduce(x, nothing)
+    with pytest.raises(ValueError, match="selects nothing"):
+        masked_mean(x, nothing)
+    with pytest.raises(ValueError, match="selects nothing"):
+        masked_mean(x, torch.tensor([[True, True, True], [False, False, False]]), dim=1)
+    with pytest.raises(ValueError, match="shapes differ"):
+        reduce(x, mask[:1])
+    with pytest.raises(ValueError, match="must be bool"):
+        reduce(x, mask.long())
+    with pytest.raises(ValueError, match="unknown reduction 'mean'"):
+        reduce(x, mask, "mean")
+    with pytest.raises(ValueError, match="constant_length needs"):
+        reduce(x, mask, "constant_length")
+    with pytest.raises(ValueError, match="length of at least 1"):
+        reduction_denominator(mask, "constant_length")
+    with pytest.raises(ValueError, match="unknown reduction"):
+        reduction_denominator(mask, "mean")
+    with pytest.raises(ValueError, match="must be positive"):
+        reduce(x, mask, denominator=0.0)
+
+
+def test_masked_sum_and_mean_along_a_dimension() -> None:
+    x, mask = table()
+    assert masked_sum(x, mask).item() == 16
+    assert masked_sum(x, mask, dim=1).tolist() == [6, 10]
+    assert masked_mean(x, mask, dim=1).tolist() == [2, 10]
+    assert masked_sum(x, mask, dim=0).tolist() == [11, 2, 3]
+
+
+def test_gradient_outside_the_mask_is_exactly_zero() -> None:  # C13, C18
+    x, mask = table()
+    x.requires_grad_()
+    masked_mean(x, mask).backward()
+    # 1/4 at each of the four selected elements.
+    assert x.grad is not None
+    assert x.grad.tolist() == [[0.25, 0.25, 0.25], [0.25, 0, 0]]
+
+
+def test_selecting_stops_nan_before_it_meets_a_function_with_infinite_slope() -> None:
+    x = torch.tensor([[4.0, NAN]], requires_grad=True)
+    select(x, torch.tensor([[True, False]])).exp().sum().backward()
+    assert x.grad is not None
+    assert x.grad[0, 1].item() == 0
+
+
+def test_mask_comes_from_the_length_without_an_end_token() -> None:  # C8
+    # The response [5, 6, 7, PAD, PAD] was cut before an end-of-sequence token: 3 tokens count.
+    assert mask_from_lengths(torch.tensor([3]), 5).tolist() == [[True, True, True, False, False]]
+
+
+def test_end_token_counts_though_it_is_the_padding_token() -> None:  # C9
+    end = pad = 2
+    response_ids = torch.tensor([[5, end, pad, pad], [5, 6, 7, end]])
+    mask = mask_from_lengths(torch.tensor([2, 4]), 4)
+    assert response_ids[mask].tolist() == [5, end, 5, 6, 7, end]
+
+
+@pytest.mark.parametrize("length", [-1, 5])
+def test_a_length_outside_the_row_is_refused(length: int) -> None:
+    with pytest.raises(ValueError, match=r"0\.\.4"):
+        mask_from_lengths(torch.tensor([2, length]), 4)
+
+
+def test_last_index_on_any_padding_side() -> None:  # T3
+    mask = torch.tensor(
+        [[1, 1, 0, 0], [0, 0, 1, 1], [1, 1, 1, 1], [1, 0, 1, 0], [0, 0, 0, 0]], dtype=torch.bool
+    )
+    assert last_index(mask).tolist() == [1, 3, 3, 2, -1]
+
+
+def test_the_last_token_read_is_the_end_token() -> None:  # C3, C5
+    end, pad = 2, 0
+    right = torch.tensor([[7, 8, end, pad, pad]])
+    left = torch.tensor([[pad, pad, 7, 8, end]])
+    for ids, attention_mask in (
+        (right, mask_from_lengths(torch.tensor([3]), 5)),
+        (left, mask_from_lengths(torch.tensor([3]), 5).flip(1)),
+    ):
+        assert ids.gather(1, last_index(attention_mask)[:, None]).item() == end

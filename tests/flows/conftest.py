@@ -1,0 +1,86 @@
+"""A whole project of stub stages, with the repository's own pipeline.yaml and the shape of its dvc.yaml."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def stub_dvc_yaml() -> str:
+    """The real dvc.yaml with every command replaced by one that only makes its outputs."""
+    import yaml
+
+    declared = yaml.safe_load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))
+    for name, stage in declared["stages"].items():
+        body = stage.get("do", stage)
+        outputs = list(body.get("outs", []))
+        outputs += [next(iter(metric)) for metric in body.get("metrics", [])]
+        label = f"{name}@${{key}}" if "foreach" in stage else name
+        body["cmd"] = f"python stub.py {label} {' '.join(outputs)}"
+    return str(yaml.safe_dump(declared, sort_keys=False, width=1000))
+
+
+@pytest.fixture(scope="session")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made once; tests work on copies."""
+    folder = tmp_path_factory.mktemp("template")
+    shutil.copy(ROOT / "pipeline.yaml", folder)
+    shutil.copy(ROOT / "prefect.yaml", folder)
+    shutil.copy(Path(__file__).with_name("stub.py"), folder)
+    (folder / "dvc.yaml").write_text(stub_dvc_yaml(), encoding="utf-8")
+    source = re.search(r"^  source: (\S+)", (folder / "pipeline.yaml").read_text(), re.M)
+    assert source is not None
+    (folder / source[1]).mkdir(parents=True)
+    (folder / source[1] / "world.txt").write_text("world")
+    (folder / ".gitignore").write_text("/.scratch\n/mlflow.db\n/mlartifacts\n/runs/*/*\n/data/*\n")
+    for words in (["git", "init", "-q"], [sys.executable, "-m", "dvc", "init", "-q"]):
+        subprocess.run(words, cwd=folder, check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture
+def project(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "project"
+    shutil.copytree(template, folder)
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PREFECT_HOME", str(folder / ".scratch/prefect"))
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    return folder
+
+
+@pytest.fixture
+def flows(project: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs `python -m flows ...` in the project."""
+
+    def call(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "flows", *words],
+            cwd=project,
+            env=child_environment(**environment),
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+
+    return call
+
+
+def child_environment(**changes: str) -> dict[str, Any]:
+    """The environment in which the project's processes find this code and this Python."""
+    return {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]),
+        **changes,
+    }
