@@ -48,7 +48,7 @@ plan: $(READY) ## what would run, and why
 	@$(BIN)/python -m flows plan
 
 benchmark: $(READY) ## where a round's time goes
-	@$(BIN)/python benchmarks/round.py
+	@$(BIN)/python -m benchmarks.round
 
 study: $(READY) ## the default over seeds, for docs/demo.md (about an hour)
-	@$(BIN)/python benchmarks/demo.py
+	@$(BIN)/python -m benchmarks.demo

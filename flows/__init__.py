@@ -1,0 +1,1 @@
+"""When things run: Prefect flows over DVC's graph, and the command line."""

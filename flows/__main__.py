@@ -1,9 +1,13 @@
-"""`python -m flows`: check, plan, run and look at rounds. Light commands import neither torch, mlflow nor prefect."""
+"""`python -m flows`: check, plan, run and look at rounds.
+
+Light commands import neither torch, mlflow nor prefect.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -79,7 +83,7 @@ def run(round: RoundOption = None) -> None:
         prefect_server = server.for_run()
         try:
             session.start_ahead()
-            from flows.round import rlhf_round  # imports prefect: seconds, while the first stage runs
+            from flows.round import rlhf_round  # imports prefect while the first stage runs
 
             prefect_server.wait()
             state = rlhf_round(session.round, return_state=True)
@@ -172,7 +176,10 @@ def server_command() -> None:
 
 @app.command()
 def worker() -> None:
-    """Work on deployed rounds until Ctrl-C: makes the pool, deploys prefect.yaml, polls every second."""
+    """Work on deployed rounds until Ctrl-C.
+
+    Makes the pool, deploys prefect.yaml, polls every second.
+    """
     from flows import server
     from flows.plan import check_workspace
 
@@ -193,6 +200,7 @@ def worker() -> None:
         "PREFECT_WORKER_QUERY_SECONDS": os.environ.get("PREFECT_WORKER_QUERY_SECONDS", "1"),
     }
     server.Server(url).wait(20)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a worker that ignores it never stops
     prefect = [sys.executable, "-m", "prefect", "--no-prompt"]
     pool = ["work-pool", "create", "roundhouse", "--type", "process", "--overwrite"]
     for words in (pool, ["deploy", "--all"]):
@@ -200,7 +208,8 @@ def worker() -> None:
         if done.returncode:
             raise StageFailed(f"prefect {' '.join(words)} failed:\n{done.stdout}{done.stderr}")
     print("ready; start a round with")
-    print(f"  PREFECT_API_URL={url} prefect deployment run 'rlhf-round/default' -p round=r1", flush=True)
+    print(f"  export PREFECT_API_URL={url}")
+    print("  prefect deployment run 'rlhf-round/default' -p round=r1", flush=True)
     process = subprocess.Popen([*prefect, "worker", "start", "--pool", "roundhouse"], env=environ)
     try:
         _stay([process])
@@ -229,7 +238,11 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def main() -> None:
-    """Entry of the console script: a message instead of a traceback, 2 for bad input, 1 for failed work."""
+    """Entry of the console script.
+
+    A message instead of a traceback, 2 for bad input, 1 for failed work.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what runs is ended in both cases
     try:
         app(standalone_mode=False)
     except (BadInput, StageFailed) as error:
@@ -241,12 +254,10 @@ def main() -> None:
         print("stopped; finished stages are kept, run again to go on", file=sys.stderr)
         sys.exit(1)
     except Exception as error:
-        import click
-
-        if not isinstance(error, click.ClickException):
+        if not hasattr(error, "show"):  # the command line's own errors know how to show themselves
             raise
         error.show()
-        sys.exit(error.exit_code)
+        sys.exit(getattr(error, "exit_code", 2))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Environment of everything the flows start: no telemetry, no noise, no server settings left to chance.
+"""Environment of everything the flows start.
+
+No telemetry, no noise, no server settings left to chance.
 
 Import this before prefect: it reads its settings once. What the user has set stays.
 """
@@ -22,7 +24,7 @@ QUIET = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 
-# Services that a flow without schedules, triggers and events does not need; a real server runs them all.
+# Services that a flow without schedules and triggers does not need; a real server runs them all.
 EPHEMERAL = {
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "90",
     "PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED": "false",

@@ -1,4 +1,7 @@
-"""What would run, in which order, and why: from DVC's own graph and status, never from a second list."""
+"""What would run, in which order, and why.
+
+From DVC's own graph and status, never from a second list.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +124,7 @@ def _make(repo: Repo, target: str | None) -> list[Stage]:
         graph = graph.subgraph({*found, *networkx.descendants(graph, found[0])})
     position = {stage: i for i, stage in enumerate(repo.index.stages)}
     order = list(
-        networkx.lexicographical_topological_sort(graph.reverse(), key=lambda stage: position[stage])
+        networkx.lexicographical_topological_sort(graph.reverse(), key=position.__getitem__)
     )
     plan: dict[str, Stage] = {}
     for stage in order:

@@ -1,7 +1,10 @@
-"""The Prefect flow of one round. The order comes from DVC's graph; whether a stage is up to date is DVC's word.
+"""The Prefect flow of one round. The order comes from DVC's graph.
 
-Each stage that DVC would run becomes a Prefect task around one child process, `dvc repro --single-item`. Nothing is rolled
-back when one fails: what runs is finished, nothing more starts, and the next run goes on from there.
+Whether a stage is up to date is DVC's word.
+
+Each stage that DVC would run becomes a Prefect task around one child process, `dvc repro
+--single-item`. Nothing is rolled back when one fails: what runs is finished, nothing more starts,
+and the next run goes on from there.
 """
 
 from __future__ import annotations
@@ -88,7 +91,9 @@ def _run(plan: list[Stage], session: Session) -> None:
     futures: dict[str, Any] = {}
     for stage in plan:
         before = [futures[name] for name in stage.after]
-        futures[stage.name] = run_stage.submit(stage.name, wait_for=before)
+        futures[stage.name] = run_stage.submit(  # type: ignore[call-overload]
+            stage.name, wait_for=before
+        )
     for future in futures.values():
         future.wait()
 
@@ -119,5 +124,3 @@ def _declare_gpus(count: int) -> None:
 
     with get_client(sync_client=True) as client:
         client.upsert_global_concurrency_limit_by_name("gpu", count)
-
-

@@ -1,7 +1,7 @@
 """Adds a round to `pipeline.yaml` as text: what was written before stays as it was, byte for byte.
 
-The new round is the last one's block and its candidates' blocks, comments included, with the names moved on: r2 starts
-where r1 ended. The result is read back and checked before the file is touched.
+The new round is the last one's block and its candidates' blocks, comments included, with the names
+moved on: r2 starts where r1 ended. The result is read back and checked before the file is touched.
 """
 
 from __future__ import annotations
@@ -117,13 +117,17 @@ def _indent(line: str) -> int:
 
 
 def _renamed(block: list[str], last: str, older: str, name: str) -> list[str]:
-    """A block with its names moved on: `last` becomes `name`, and what it started from becomes `last`."""
+    """A block with its names moved on.
+
+    `last` becomes `name`, and what it started from becomes `last`.
+    """
     moved = {last: name, older: last}
 
     def value(match: re.Match[str]) -> str:
         return match[1] + moved.get(match[2], match[2]) + match[3]
 
-    fields = re.compile(rf"^(\s+(?:{'|'.join(_NAMES)}):\s+[\"']?)(r[0-9]+(?:_[a-z0-9]+)*)(.*)$", re.S)
+    keys = "|".join(_NAMES)
+    fields = re.compile(rf"^(\s+(?:{keys}):\s+[\"']?)(r[0-9]+(?:_[a-z0-9]+)*)(.*)$", re.S)
     head = re.compile(rf"^(\s+[\"']?){re.escape(last)}(?=[-:\"'])")
     return [
         head.sub(lambda match: match[1] + name, line) if i == 0 else fields.sub(value, line)

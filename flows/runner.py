@@ -1,4 +1,4 @@
-"""Runs stages as child processes, `dvc repro --single-item`, and ends them whole when that is asked. No Prefect here."""
+"""Runs stages as child processes, `dvc repro --single-item`, and ends them whole. No Prefect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts the servers: Prefect's for a foreground run, and Prefect's and MLflow's for people to look at. Loopback only."""
+"""Starts the servers: Prefect's for a foreground run, both for people to look at. Loopback only."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ import sys
 from rlhf import lifeline
 lifeline.hold(grace=5)
 import uvicorn
-uvicorn.run("prefect.server.api.server:create_app", factory=True, host=sys.argv[1], port=int(sys.argv[2]),
+uvicorn.run("prefect.server.api.server:create_app", factory=True, host=sys.argv[1],
+port=int(sys.argv[2]),
             log_level="error", lifespan="on", timeout_graceful_shutdown=3)
 """
 
@@ -72,7 +73,9 @@ class Server:
 
 
 def for_run(folder: str | Path = ".") -> Server:
-    """The server a foreground run reports to: the user's, the project's if it runs, else one just for this run.
+    """The server a foreground run reports to.
+
+    The user's, the project's if it runs, else one just for this run.
 
     Does not wait until it answers. Sets PREFECT_API_URL for this process.
     """
@@ -144,11 +147,15 @@ def start_prefect(folder: str | Path = ".") -> tuple[subprocess.Popen[bytes], st
 
 
 def start_mlflow(uri: str, folder: str | Path = ".") -> tuple[subprocess.Popen[bytes], str]:
-    """Start MLflow's server with one worker on the project's store; returns the process and the address."""
+    """Start MLflow's server with one worker on the project's store.
+
+    Returns the process and the address.
+    """
     port = free_port(MLFLOW_PORT)
     words = ["--host", HOST, "--port", str(port), "--workers", "1", "--backend-store-uri", uri]
     words += ["--default-artifact-root", (Path(folder).resolve() / "mlartifacts").as_uri()]
-    process = _start([sys.executable, "-m", "mlflow", "server", *words], folder, "mlflow-server", {})
+    command = [sys.executable, "-m", "mlflow", "server", *words]
+    process = _start(command, folder, "mlflow-server", {})
     return process, f"http://{HOST}:{port}"
 
 
@@ -158,7 +165,10 @@ def wait_for(address: str, path: str, process: subprocess.Popen[bytes], name: st
 
 
 def free_port(preferred: int) -> int:
-    """The preferred port of the loopback interface if it is free, else the next free one above; 0: any."""
+    """The preferred port of the loopback interface if it is free, else the next free one above.
+
+    0: any.
+    """
     for port in [preferred, *range(preferred + 1, preferred + 100)] if preferred else [0]:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -197,5 +207,3 @@ def _answers(url: str) -> bool:
             return bool(answer.status == 200)
     except (urllib.error.URLError, OSError, ValueError):
         return False
-
-

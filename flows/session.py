@@ -1,4 +1,7 @@
-"""One round's run of a checkout: settings, lock, plan, and what watches over the stages. No Prefect here."""
+"""One round's run of a checkout: settings, lock, plan, and what watches over the stages.
+
+No Prefect here.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +33,10 @@ class Session:
     _forwarding: ExitStack = field(default_factory=ExitStack)
 
     def start_ahead(self) -> None:
-        """Run the stages at the beginning that wait for nothing else, while Prefect's server still starts.
+        """Run the first stages while Prefect's server still starts.
 
-        The flow's tasks then take them up. Only where there is no choice to make: one stage at a time, no GPU to share.
+        The flow's tasks then take them up. Only where there is no choice to make: one stage at a
+        time, no GPU to share.
         """
         if self.pipeline.resources.gpus:
             return

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -24,6 +24,7 @@ Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 RoundName = Annotated[str, Field(pattern=r"^r[0-9]+(_[a-z0-9]+)*$")]
 ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")]
@@ -42,7 +43,7 @@ class ConfigError(BadInput):
 class Section(BaseModel):
     """Base of every section: unknown keys are errors, types are not coerced, values do not change."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, populate_by_name=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 # --- model and data ------------------------------------------------------------------------------
@@ -158,9 +159,9 @@ class Data(Section):
     world_options: dict[str, Any] = {}
     demonstrations: Annotated[FileDemonstrations | HubDemonstrations, Field(discriminator="kind")]
     prompts: Annotated[FilePrompts | HubPrompts, Field(discriminator="kind")]
-    preferences: (
-        Annotated[FilePreferences | HubPreferences, Field(discriminator="kind")] | None
-    ) = None
+    preferences: Annotated[FilePreferences | HubPreferences, Field(discriminator="kind")] | None = (
+        None
+    )
     split_fractions: dict[Literal["sft", "preferences", "rl", "choose", "report"], Fraction]
 
     @model_validator(mode="after")
@@ -372,7 +373,14 @@ class RlCandidate(_Candidate):
         if (self.advantage == "gae") != (self.value is not None):
             problems.append("value belongs to advantage=gae and to no other; set both or neither")
         if self.advantage != "gae" and self.gae_lambda != 1.0:
-            problems.append(f"gae_lambda is not used by advantage={self.advantage}; set it to 1.0")
+            problems.append(
+                f"gae_lambda={self.gae_lambda:g} is not used by advantage={self.advantage}; "
+                "set it to 1.0"
+            )
+        if self.advantage not in ("gae", "reinforce") and self.gamma != 1.0:
+            problems.append(
+                f"gamma={self.gamma:g} is not used by advantage={self.advantage}; set it to 1.0"
+            )
         if self.loss == "reinforce" and self.epochs_per_step * self.minibatches > 1:
             problems.append(
                 "loss=reinforce is on-policy only; set epochs_per_step: 1 and minibatches: 1"
@@ -380,7 +388,7 @@ class RlCandidate(_Candidate):
         if not self.learns_from.endswith("/reward_model"):
             problems.append("learns_from of kind=rl names a reward model, like r1/reward_model")
         if problems:
-            raise ValueError("; ".join(problems))
+            raise ValueError(*problems)
         return self
 
 
@@ -411,18 +419,6 @@ Candidate = Annotated[RlCandidate | PreferenceCandidate, Field(discriminator="ki
 
 # --- evaluation and the gate ---------------------------------------------------------------------
 
-METRICS = (
-    "gold_mean",
-    "proxy_mean",
-    "win_rate",
-    "win_rate_lower",
-    "win_rate_upper",
-    "kl_nats",
-    "length_mean",
-    "length_ratio",
-    "entropy_nats",
-    "ended_fraction",
-)
 MetricName = Literal[
     "gold_mean",
     "proxy_mean",
@@ -435,6 +431,7 @@ MetricName = Literal[
     "entropy_nats",
     "ended_fraction",
 ]
+METRICS: tuple[str, ...] = get_args(MetricName)
 
 
 class Evaluation(Section):
@@ -450,8 +447,8 @@ class Evaluation(Section):
 
 class Rule(Section):
     metric: MetricName
-    at_least: float | None = None
-    at_most: float | None = None
+    at_least: Finite | None = None
+    at_most: Finite | None = None
 
     @model_validator(mode="after")
     def _bound(self) -> Rule:
@@ -515,7 +512,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         )
     try:
         raw = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
-    except (YAMLError, UnicodeDecodeError) as error:
+    except (YAMLError, ValueError) as error:  # ValueError: no UTF-8, or no such date or number
         problem = " ".join(str(error).split())
         raise BadInput(f"not readable as YAML: {problem}", where=str(path)) from None
     if not isinstance(raw, dict):
@@ -585,7 +582,7 @@ def _cross_checks(raw: Mapping[str, Any]) -> Iterator[str]:
         if home not in rounds:
             yield (
                 f"candidates.{name}.round={home}: no such round; "
-                f"use one of {', '.join(map(str, rounds)) or 'rounds (none declared)'}"
+                + (f"use one of {', '.join(map(str, rounds))}" if rounds else "declare it")
             )
             continue
         if not re.fullmatch(re.escape(home) + r"-[a-z0-9_]+", str(name)):
@@ -602,7 +599,7 @@ def _cross_checks(raw: Mapping[str, Any]) -> Iterator[str]:
                 f"candidates.{name}.learns_from={body['learns_from']}: "
                 f"{source} is not {home} or an earlier round; use {home}/..."
             )
-    for name in rounds:
+    for name in known[1:]:
         if not any(isinstance(b, dict) and b.get("round") == name for b in candidates.values()):
             yield f"rounds.{name}: has no candidate, so nothing to promote; add candidates.{name}-..."
     simulated = [
@@ -620,53 +617,95 @@ def _cross_checks(raw: Mapping[str, Any]) -> Iterator[str]:
         if _mapping(raw, "evaluation").get("select") == "best_gold":
             yield "evaluation.select=best_gold: no gold is declared; use last or best_proxy"
         gate = _mapping(raw, "gate")
-        rules = gate.get("rules") if isinstance(gate.get("rules"), list) else []
+        rules = gate["rules"] if isinstance(gate.get("rules"), list) else []
         names = [gate.get("metric"), *(r.get("metric") for r in rules if isinstance(r, dict))]
         if "gold_mean" in names:
             yield "gate: uses gold_mean but no gold is declared; use win_rate or proxy_mean"
 
 
 def _readable(error: ValidationError) -> Iterator[str]:
-    """One line per pydantic error: dotted path, value, rule, mend."""
+    """One line per problem: dotted path, value, rule, mend."""
     for item in error.errors():
-        place = [str(part) for part in item["loc"] if part not in ("file", "hub", "rl", "preference", "simulated", "program")]
+        place, around, below = _place(item["loc"])
         path = ".".join(place) or "pipeline"
         kind, value, context = item["type"], item["input"], item.get("ctx", {})
         shown = "" if isinstance(value, (dict, list, BaseModel)) else f"={value}"
         if kind == "extra_forbidden":
-            yield f"{path}: unknown key; {_suggest(item['loc'])}"
+            yield f"{path}: unknown key; {_suggest(place[-1], around)}"
         elif kind == "missing":
             yield f"{path}: required and missing; add it"
+        elif kind == "literal_error" and item["loc"][-1] == "[key]":
+            yield f"{path}: unknown key; use {context['expected']}"
         elif kind == "literal_error":
-            yield f"{path}{shown}: must be one of {context['expected']}"
-        elif kind in ("union_tag_invalid", "union_tag_not_found"):
-            tags = context.get("expected_tags", "one of the documented kinds")
-            yield f"{path}.kind: must be one of {tags}"
+            yield f"{path}={value!r}: must be one of {context['expected']}"
+        elif kind == "union_tag_invalid":
+            yield f"{path}.kind={context['tag']}: must be one of {context['expected_tags']}"
+        elif kind == "union_tag_not_found":
+            kinds = ", ".join(repr(tag) for tag in _tags(below))
+            yield f"{path}.kind: required and missing; write one of {kinds}"
         elif kind == "value_error":
-            yield f"{path}: {context['error']}"
+            for problem in context["error"].args:
+                yield f"{path}{'.' if _STARTS_WITH_KEY.match(problem) else ': '}{problem}"
         elif kind in ("float_type", "int_type", "int_from_float") and isinstance(value, str):
             yield f"{path}='{value}': must be a number, not text; remove the quotes (write 1.0e-5)"
+        elif kind in ("dict_type", "model_type", "model_attributes_type"):
+            yield f"{path}{shown}: must be a mapping of keys to values; write its keys below it"
+        elif kind == "too_short" and isinstance(value, dict):
+            yield f"{path}: empty; declare at least {context['min_length']}"
         else:
             yield f"{path}{shown}: {_lower(item['msg'])}"
+
+
+_STARTS_WITH_KEY = re.compile(r"[a-z_.]+=")
+
+
+def _place(
+    loc: tuple[int | str, ...],
+) -> tuple[list[str], list[type[Section]], list[type[Section]]]:
+    """An error's place as people write it, the sections its last key may belong to, those below it.
+
+    Pydantic also names the member of a union and "[key]", which are no keys of the file.
+    """
+    place: list[str] = []
+    around: list[type[Section]] = [Pipeline]
+    below: list[type[Section]] = [Pipeline]
+    for part in loc:
+        fields = {f.alias or n: f for section in below for n, f in section.model_fields.items()}
+        if part in _tags(below) and part not in fields:
+            below = [section for section in below if _tag(section) == part]
+        elif part != "[key]":
+            place.append(str(part))
+            around = below
+            below = _classes(fields[str(part)].annotation) if part in fields else below
+    return place, around, below
+
+
+def _classes(annotation: Any) -> list[type[Section]]:
+    """The sections that an annotation mentions."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    return [section for part in get_args(annotation) for section in _classes(part)]
+
+
+def _tag(section: type[Section]) -> str | None:
+    """What `kind` says in this section, if it has one."""
+    field = section.model_fields.get("kind")
+    return None if field is None else str(get_args(field.annotation)[0])
+
+
+def _tags(sections: list[type[Section]]) -> list[str]:
+    return [tag for tag in map(_tag, sections) if tag is not None]
 
 
 def _lower(message: str) -> str:
     return message[:1].lower() + message[1:]
 
 
-def _suggest(loc: tuple[int | str, ...]) -> str:
-    """A near spelling among the keys this section has, or where it was found."""
-    names: set[str] = set()
-    for model in _sections(Section):
-        names.update(field.alias or name for name, field in model.model_fields.items())
-    close = difflib.get_close_matches(str(loc[-1]), sorted(names), n=1, cutoff=0.7)
+def _suggest(key: str, sections: list[type[Section]]) -> str:
+    """A near spelling among the keys that the section has."""
+    names = {f.alias or n for section in sections for n, f in section.model_fields.items()}
+    close = difflib.get_close_matches(key, sorted(names), n=1, cutoff=0.7)
     return f"did you mean {close[0]}?" if close else "remove it"
-
-
-def _sections(base: type[Section]) -> Iterator[type[Section]]:
-    for child in base.__subclasses__():
-        yield child
-        yield from _sections(child)
 
 
 def _divisors(n: int) -> str:

@@ -222,7 +222,7 @@ EVALUATIONS = _schema(
     ),
     unique=["checkpoint", "split"],
 )
-"""One row per checkpoint and prompt split, with a column gold/<part> per part of the gold reward."""
+"""One row per checkpoint and prompt split, with a column gold/<part> per part of gold."""
 
 SHOWN = _schema(
     "shown",
@@ -402,7 +402,7 @@ def _as_types(table: pd.DataFrame, schema: pa.DataFrameSchema) -> tuple[pd.DataF
                 for i in _where(wrong)
             ]
             continue
-        converted[name] = series.astype(kind)  # type: ignore[call-overload]
+        converted[name] = series.astype(kind)
     return (pd.DataFrame(converted), failures) if not failures else (table, failures)
 
 

@@ -1,8 +1,9 @@
 """A stage ends with its owners: no orphan keeps a GPU or writes into outputs that nobody guards.
 
-The owners are every ancestor process up to DVC, and those named in ROUNDHOUSE_OWNERS (the flow and its worker) as
-`pid:start` words. The start time makes the pair safe against reused process ids. A thread looks twice a second; when an
-owner is gone it sends this process SIGTERM, so that the stage saves its checkpoint, and SIGKILL when that takes too long.
+The owners are every ancestor process up to DVC, and those named in ROUNDHOUSE_OWNERS (the flow and
+its worker) as `pid:start` words. The start time makes the pair safe against reused process ids. A
+thread looks twice a second; when an owner is gone it sends this process SIGTERM, so that the stage
+saves its checkpoint, and SIGKILL when that takes too long.
 
 Call `hold()` before importing torch: the seconds an import takes are guarded too.
 """
@@ -35,7 +36,10 @@ def ident(pid: int) -> str:
 
 
 def alive(owner: str) -> bool:
-    """Whether the process `pid:start` still runs. A zombie, and another process with its id, do not count."""
+    """Whether the process `pid:start` still runs.
+
+    A zombie, and another process with its id, do not count.
+    """
     pid, start = (int(part) for part in owner.split(":"))
     process = _look(pid)
     return process is not None and process.start == start and not process.dead

@@ -1,6 +1,7 @@
 """How far a stage is, for people; and where its seconds went, for whoever makes it faster.
 
-Both stay outside the hashed outputs: a progress file is overwritten, timings go to `.scratch/timings`.
+Both stay outside the hashed outputs: a progress file is overwritten, timings go to
+`.scratch/timings`.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _SECONDS_BETWEEN_WRITES = 0.2
 class Progress:
     """A bar with tokens per second and the two numbers that matter.
 
-    Three ways to show it: into the file named by ROUNDHOUSE_PROGRESS (a flow draws it), as a bar when standard error is
-    a terminal, else as one plain line at the end.
+    Three ways to show it: into the file named by ROUNDHOUSE_PROGRESS (a flow draws it), as a bar
+    when standard error is a terminal, else as one plain line at the end.
 
     Args:
         stage: what is running, like `policy r1-ppo`.
@@ -149,9 +150,9 @@ def describe(state: dict[str, Any]) -> str:
 class Clock:
     """Wall seconds per named part of a stage.
 
-        clock = Clock("policy@r1-ppo")     # first line of main(): what came before counts as "imports"
-        with clock("sampling"): ...
-        clock.write()                      # .scratch/timings/policy@r1-ppo.json
+        clock = Clock("policy@r1-ppo")     # first line of main(): what came before counts as
+        "imports" with clock("sampling"): ... clock.write()                      #
+        .scratch/timings/policy@r1-ppo.json
 
     A part inside another is counted in both.
     """

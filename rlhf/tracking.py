@@ -1,13 +1,17 @@
-"""What people compare, sent to MLflow without slowing or endangering the work. The only importer of mlflow.
+"""What people compare, sent to MLflow without slowing or endangering the work.
 
-A stage never talks to MLflow while it trains. It appends JSON lines to a spool, `.scratch/tracking/<key>.jsonl`, which a
-kill leaves readable; a `Forwarder` sends them on in batches. Under a flow that is a thread of the flow, so that stages do
-not import mlflow at all; otherwise it is the stage's own process, at the end and, when the stage is long, from a thread.
-An unreachable server costs a warning, not the run: the spool is sent by the next one.
+The only importer of mlflow.
 
-Every run is flat (nested runs do not overlay in MLflow's charts) and is found again by the tags `rlhf.key` and
-`rlhf.fingerprint`: the same settings continue or replace their run, changed settings make another. A point is written once:
-timestamps follow from the step, and a rerun that measures other values replaces the run instead of doubling its points.
+A stage never talks to MLflow while it trains. It appends JSON lines to a spool,
+`.scratch/tracking/<key>.jsonl`, which a kill leaves readable; a `Forwarder` sends them on in
+batches. Under a flow that is a thread of the flow, so that stages do not import mlflow at all;
+otherwise it is the stage's own process, at the end and, when the stage is long, from a thread. An
+unreachable server costs a warning, not the run: the spool is sent by the next one.
+
+Every run is flat (nested runs do not overlay in MLflow's charts) and is found again by the tags
+`rlhf.key` and `rlhf.fingerprint`: the same settings continue or replace their run, changed settings
+make another. A point is written once: timestamps follow from the step, and a rerun that measures
+other values replaces the run instead of doubling its points.
 """
 
 from __future__ import annotations
@@ -78,7 +82,8 @@ def stage_run(
         stage: module of `tasks/`, like `policy`.
         key: the stage's name in DVC, like `policy@r1-ppo`; with `params` it identifies the run.
         round: like `r1`.
-        kind: what is compared with what: `sft`, `preferences`, `reward_model`, `policy`, `evaluation`, `round`.
+        kind: what is compared with what: `sft`, `preferences`, `reward_model`, `policy`,
+            `evaluation`, `round`.
         name: short, for legends: `r1/ppo`.
         algorithm: label of the candidate's algorithm, if any.
         params: settings, nested as they are; flattened to dotted names.
@@ -158,7 +163,7 @@ class Run:
             forward(self._folder)
 
     def metrics(self, values: Mapping[str, float], step: int) -> None:
-        """Points of curves. A value that is not finite is named in the tag `rlhf.non_finite` instead."""
+        """Points of curves; what is not finite is named in the tag `rlhf.non_finite` instead."""
         self._append(
             {"event": "metrics", "step": int(step), "values": self._finite(values, "curve", step)}
         )
@@ -232,8 +237,8 @@ class Run:
         for name, value in values.items():
             if self._names.setdefault(name, use) != use:
                 raise ValueError(
-                    f"{name} is both a curve and a summary of {self.key}: a lone point would sit on the curve; "
-                    f"rename one of them"
+                    f"{name} is both a curve and a summary of {self.key}: a lone point would "
+                    f"sit on the curve; rename one of them"
                 )
             number = float(value)
             if math.isfinite(number):
@@ -254,7 +259,9 @@ def register_champion(
     metrics: Mapping[str, float],
     folder: str | Path = ".",
 ) -> None:
-    """Register the promoted policy: a version of the model named after the project, alias `champion`.
+    """Register the promoted policy.
+
+    A version of the model named after the project, alias `champion`.
 
     The version points at the directory that DVC holds; nothing is uploaded.
     """
@@ -275,7 +282,8 @@ def register_champion(
 def tag_outputs(pipeline: Pipeline, round: str, folder: str | Path = ".") -> None:
     """Tag the round's runs with the hashes that dvc.lock records for their outputs.
 
-    Where DVC restored an earlier result from its cache, the run that made it becomes the current one again.
+    Where DVC restored an earlier result from its cache, the run that made it becomes the current
+    one again.
     """
     folder = Path(folder).resolve()
     for key, outs in _locked_outputs(folder).items():
@@ -296,7 +304,9 @@ def tag_outputs(pipeline: Pipeline, round: str, folder: str | Path = ".") -> Non
 
 
 def links(pipeline: Pipeline, round: str, ui: str = UI, folder: str | Path = ".") -> dict[str, str]:
-    """Addresses worth opening: `candidates` (overlaid curves), `metric` (one of them, large) and `round` (the gate).
+    """Addresses worth opening.
+
+    `candidates` (overlaid curves), `metric` (one of them, large) and `round` (the gate).
 
     Only what the round has is returned: nothing before its first run was sent to MLflow.
     """
@@ -317,7 +327,7 @@ def links(pipeline: Pipeline, round: str, ui: str = UI, folder: str | Path = "."
             for tag, value in (("round", round), ("kind", "policy"), ("current", "true"))
         )
         found["candidates"] = (
-            f"{ui}/#/experiments/{experiment}?workflowType=machine_learning"
+            f"{ui}/#/experiments/{experiment}/runs?workflowType=machine_learning"
             f"&compareRunsMode=CHART&searchFilter={quote(where, safe='')}"
         )
         metric = _telling_metric([state["curves"] for state in policies])
@@ -332,7 +342,7 @@ def links(pipeline: Pipeline, round: str, ui: str = UI, folder: str | Path = "."
 
 
 def tracking_uri(uri: str | None, folder: Path) -> str:
-    """The server: MLFLOW_TRACKING_URI, else `tracking.uri`, else a sqlite file beside `pipeline.yaml`."""
+    """MLFLOW_TRACKING_URI, else `tracking.uri`, else a sqlite file beside `pipeline.yaml`."""
     return (
         os.environ.get("MLFLOW_TRACKING_URI")
         or uri
@@ -341,7 +351,7 @@ def tracking_uri(uri: str | None, folder: Path) -> str:
 
 
 def content_hash(path: Path, folder: Path) -> str:
-    """The md5 DVC knows a file or directory by (`.dir` at the end of a directory's), from dvc.lock or computed."""
+    """The md5 DVC knows a file or directory by, from dvc.lock or computed."""
     relative = Path(os.path.relpath(path.resolve(), folder.resolve())).as_posix()
     for outs in _locked_outputs(folder).values():
         if relative in outs:
@@ -362,14 +372,17 @@ def content_hash(path: Path, folder: Path) -> str:
 
 
 def forward(folder: str | Path = ".") -> bool:
-    """Send what the spools hold, unless a living flow does so. A failure is a warning: nothing is lost."""
+    """Send what the spools hold, unless a living flow does so. A failure is a warning.
+
+    Nothing is lost.
+    """
     if _forwarder_lives():
         return True
     try:
         Forwarder(folder).drain()
-    except Exception as error:  # whatever the server or the network answers, the stage's work stands
+    except Exception as error:  # whatever the server answers, the stage's work stands
         _log.warning(
-            "MLflow did not take the metrics (%s: %s); they are kept in %s and sent by the next stage",
+            "MLflow did not take the metrics (%s: %s); they wait in %s for the next stage",
             type(error).__name__,
             str(error).splitlines()[0] if str(error) else "",
             SPOOL,
@@ -379,7 +392,10 @@ def forward(folder: str | Path = ".") -> bool:
 
 
 class Forwarder:
-    """Sends the spools of a folder to MLflow. Several processes may have one: each drain holds a file lock."""
+    """Sends the spools of a folder to MLflow. Several processes may have one.
+
+    Each drain holds a file lock.
+    """
 
     def __init__(self, folder: str | Path = ".") -> None:
         self._folder = Path(folder).resolve()
@@ -406,7 +422,10 @@ class Forwarder:
 
 
 class _Background:
-    """Forwards a long stage's points while it runs. Starts late, so that short stages pay nothing."""
+    """Forwards a long stage's points while it runs.
+
+    Starts late, so that short stages pay nothing.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -478,7 +497,10 @@ class _Ledger:
 
 
 class _Tail:
-    """Complete lines of a growing file, from an offset on. A line cut short by a kill is skipped."""
+    """Complete lines of a growing file, from an offset on.
+
+    A line cut short by a kill is skipped.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -1032,7 +1054,7 @@ def _metric_link(ui: str, experiment: str, run_ids: Sequence[str], metric: str) 
 
 @contextmanager
 def forwarding(folder: str | Path = ".", every: float = 2.0) -> Iterator[None]:
-    """Forward the spools of a folder from a thread while the block runs, and once more at its end."""
+    """Forward a folder's spools from a thread while the block runs, and once more at its end."""
     stop = threading.Event()
     forwarder = Forwarder(folder)
     os.environ[FORWARDER_VARIABLE] = ident(os.getpid())

@@ -42,7 +42,9 @@ def run(pipeline: config.Pipeline) -> None:
 
     for source in sources.values():
         source.add_prompt_ids()
-    prompts = _split_prompts(sources["prompts"], {**data.split_fractions})
+    prompts = _split_prompts(
+        sources["prompts"], {str(split): f for split, f in data.split_fractions.items()}
+    )
     demonstrations = _split_demonstrations(sources["demonstrations"])
     pairs = _pairs(sources.get("preferences"))
     _refuse_contamination(sources, prompts, demonstrations)
@@ -432,7 +434,7 @@ def _refuse_contamination(
         pairs = sources["preferences"]
         for i, name in pairs.table["prompt_id"].items():
             if split.get(name) in ("choose", "report"):
-                problems.append(f"{_place(pairs, i)}: pair, prompt of {split[name]}")
+                problems.append(f"{_place(pairs, i)}: pair, prompt of {split[str(name)]}")
     if problems:
         raise BadInput(
             contracts.listing(problems),

@@ -59,7 +59,9 @@ def run(pipeline: config.Pipeline, name: str) -> None:
         with Progress(f"evaluate@{name}", len(path), "checkpoints") as progress:
             for number, point in enumerate(path):
                 at_start = point["checkpoint"] == INCOMING
-                policy = reference if at_start else load_policy(policies / point["checkpoint"], device)
+                policy = (
+                    reference if at_start else load_policy(policies / point["checkpoint"], device)
+                )
                 for split in ("choose", "report"):
                     found = measure(
                         policy.eval(),
@@ -81,15 +83,29 @@ def run(pipeline: config.Pipeline, name: str) -> None:
                         num_bootstrap=settings.num_bootstrap,
                         seed=pipeline.seed_for("evaluate", "bootstrap"),
                     )
-                    rows.append({"checkpoint": point["checkpoint"], "step": point["step"], "split": split, **row})
+                    rows.append(
+                        {
+                            "checkpoint": point["checkpoint"],
+                            "step": point["step"],
+                            "split": split,
+                            **row,
+                        }
+                    )
                 tracked.metrics(_curve(rows[-1]), point["updates"])
-                tokens = sum(int(answers[point["checkpoint"], s]["num_tokens"].sum()) for s in ("choose", "report"))
+                tokens = sum(
+                    int(answers[point["checkpoint"], s]["num_tokens"].sum())
+                    for s in ("choose", "report")
+                )
                 judged = rows[-1]["gold_mean"] if judges.gold is not None else rows[-1]["win_rate"]
-                progress.update(number + 1, tokens=tokens, proxy=rows[-1]["proxy_mean"], gold=judged)
+                progress.update(
+                    number + 1, tokens=tokens, proxy=rows[-1]["proxy_mean"], gold=judged
+                )
         table = pd.DataFrame(rows)
         chosen = select(table, settings.select)
         table["selected"] = table["checkpoint"] == chosen
-        shown = _shown(answers[INCOMING, "report"], answers[chosen, "report"], book, settings.num_shown)
+        shown = _shown(
+            answers[INCOMING, "report"], answers[chosen, "report"], book, settings.num_shown
+        )
         out = common.RUNS / candidate.round / "evaluations" / name
         with artifacts.write_directory(out) as directory:
             contracts.write(table, directory / "evaluations.parquet", contracts.EVALUATIONS)
@@ -125,7 +141,15 @@ def _samples(settings: config.Evaluation, split: str, *, ends: bool) -> int:
 
 def _curve(row: dict[str, Any]) -> dict[str, float]:
     """The same names for every algorithm, so that candidates overlay."""
-    names = ["proxy_mean", "gold_mean", "kl_nats", "win_rate", "length_mean", "entropy_nats", "ended_fraction"]
+    names = [
+        "proxy_mean",
+        "gold_mean",
+        "kl_nats",
+        "win_rate",
+        "length_mean",
+        "entropy_nats",
+        "ended_fraction",
+    ]
     names += [key for key in row if key.startswith("gold/")]
     return {
         f"evaluation/{key.replace('gold/', 'gold_')}": float(row[key])

@@ -126,7 +126,8 @@ def reinforce(job: Job, candidate: config.RlCandidate) -> dict[str, float]:
         clock=job.clock,
     )
     job.tracked.dataset(source, candidate.learns_from, "training")
-    first, last = {}, {}
+    first: dict[str, float] = {}
+    last: dict[str, float] = {}
     with Progress(f"policy@{job.name}", candidate.steps) as progress:
         for step, experience, metrics in trainer.run():
             updates = trainer.learner.updates
@@ -140,7 +141,11 @@ def reinforce(job: Job, candidate: config.RlCandidate) -> dict[str, float]:
             if step % candidate.checkpoint_every == 0 or step == candidate.steps:
                 job.checkpoints.save(job.policy, step, updates)
             first, last = first or metrics, metrics
-    names = {"proxy": "policy/proxy", "kl_nats": "policy/kl_nats", "length_tokens": "policy/length_tokens"}
+    names = {
+        "proxy": "policy/proxy",
+        "kl_nats": "policy/kl_nats",
+        "length_tokens": "policy/length_tokens",
+    }
     result = {f"{key}_first": first[name] for key, name in names.items()}
     return result | {f"{key}_last": last[name] for key, name in names.items()}
 
@@ -179,7 +184,10 @@ def learn_from_pairs(job: Job, candidate: config.PreferenceCandidate) -> dict[st
                 metrics |= _probe(job)
             job.tracked.metrics(metrics, update)
             progress.update(
-                update, tokens=tokens, loss=metrics["policy/loss"], accuracy=metrics["policy/accuracy"]
+                update,
+                tokens=tokens,
+                loss=metrics["policy/loss"],
+                accuracy=metrics["policy/accuracy"],
             )
             first, last = first or metrics, metrics
     names = ("loss", "accuracy", "margin", "chosen_logp_change_nats")

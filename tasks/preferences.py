@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
+from transformers import PreTrainedModel
 
 from rlhf import artifacts, config, contracts, labelers, tracking
 from rlhf.data.book import PromptBook
@@ -40,7 +40,11 @@ def run(pipeline: config.Pipeline, name: str) -> None:
         kind="preferences",
         name=f"{name}/preferences",
         algorithm=None,
-        params={"preferences": settings.model_dump(), "sample_from": declared.sample_from, "seed": pipeline.seed},
+        params={
+            "preferences": settings.model_dump(),
+            "sample_from": declared.sample_from,
+            "seed": pipeline.seed,
+        },
     ) as tracked:
         samples = _sample(pipeline, name, book, policy, codec, clock)
         with clock("scoring"):
@@ -66,7 +70,7 @@ def _sample(
     pipeline: config.Pipeline,
     name: str,
     book: PromptBook,
-    policy: torch.nn.Module,
+    policy: PreTrainedModel,
     codec: TextCodec,
     clock: Clock,
 ) -> pd.DataFrame:
@@ -123,7 +127,9 @@ def _sample(
     if pipeline.gold is not None:
         from rlhf.rewards.gold import load_gold
 
-        gold = load_gold(pipeline.gold).score(table["prompt"], table["response"], table["ended"])
+        gold = load_gold(pipeline.gold).score(
+            table["prompt"].tolist(), table["response"].tolist(), table["ended"].tolist()
+        )
         table["gold"] = gold["total"].to_numpy()
     return table
 
@@ -191,7 +197,9 @@ def _answers(side: pd.DataFrame) -> labelers.Answers:
 def _carried(declared: config.Round) -> pd.DataFrame:
     """The pairs of earlier rounds that this round also learns from."""
     path = common.RUNS / declared.from_ / "preferences" / "pairs.parquet"
-    earlier = contracts.read(common.need(path, _maker(declared.from_, "preferences")), contracts.PAIRS)
+    earlier = contracts.read(
+        common.need(path, _maker(declared.from_, "preferences")), contracts.PAIRS
+    )
     return earlier if declared.preferences.carry_over == "all" else earlier.iloc[:0]
 
 
@@ -239,6 +247,4 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--round", required=True, help="like r1")
     arguments = parser.parse_args()
-    common.main(
-        f"preferences@{arguments.round}", lambda p: run(p, arguments.round), sees_gold=True
-    )
+    common.main(f"preferences@{arguments.round}", lambda p: run(p, arguments.round), sees_gold=True)

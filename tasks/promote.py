@@ -20,24 +20,25 @@ def run(pipeline: config.Pipeline, name: str) -> None:
     declared = common.of_round(pipeline, name)
     incoming = common.need(common.RUNS / declared.from_ / "promoted", "the round before")
     rows = [_row(pipeline, name, key, c) for key, c in pipeline.candidates_of(name).items()]
-    decision = decide(pipeline.gate, rows, declared.from_) | {"round": name}
+    decision = decide(pipeline.gate, rows, declared.from_) | {
+        "round": name,
+        "incoming": _incoming(name, declared.from_, rows),
+    }
     source = incoming
     if decision["promoted"] is not None:
         best = next(row for row in rows if row["candidate"] == decision["promoted"])
         source = common.RUNS / name / "policies" / best["candidate"] / best["checkpoint"]
     out = common.RUNS / name / "promoted"
-    with (
-        tracking.stage_run(
-            pipeline,
-            stage="promote",
-            key=f"promote@{name}",
-            round=name,
-            kind="round",
-            name=name,
-            algorithm=None,
-            params={"gate": pipeline.gate.model_dump(), "from": declared.from_},
-        ) as tracked
-    ):
+    with tracking.stage_run(
+        pipeline,
+        stage="promote",
+        key=f"promote@{name}",
+        round=name,
+        kind="round",
+        name=name,
+        algorithm=None,
+        params={"gate": pipeline.gate.model_dump(), "from": declared.from_},
+    ) as tracked:
         with artifacts.write_directory(out) as directory:
             shutil.copytree(source, directory, dirs_exist_ok=True)
         artifacts.write_json(common.RUNS / name / "metrics" / "decision.json", decision)
@@ -61,7 +62,7 @@ def decide(gate: config.Gate, rows: list[dict[str, Any]], incoming: str) -> dict
 
     Rules are read on report prompts, the ranking on choose prompts; equal ranks go to the smaller KL.
 
-    Returns: promoted (candidate or None), reason, incoming, gate, candidates.
+    Returns: promoted (candidate or None), reason, gate, candidates.
     """
     passing = [row for row in rows if row["passes"]]
     if passing:
@@ -78,7 +79,6 @@ def decide(gate: config.Gate, rows: list[dict[str, Any]], incoming: str) -> dict
     return {
         "promoted": promoted,
         "reason": reason,
-        "incoming": incoming,
         "gate": gate.model_dump(),
         "candidates": rows,
     }
@@ -92,9 +92,9 @@ def failed_rules(gate: config.Gate, row: dict[str, Any]) -> list[str]:
         if value is None or pd.isna(value):
             failed.append(f"{rule.metric} is not known")
         elif rule.at_least is not None and value < rule.at_least:
-            failed.append(f"{rule.metric} {value:.3f} < {rule.at_least:g}")
+            failed.append(f"{rule.metric} {value:.6g} < {rule.at_least:g}")
         elif rule.at_most is not None and value > rule.at_most:
-            failed.append(f"{rule.metric} {value:.3f} > {rule.at_most:g}")
+            failed.append(f"{rule.metric} {value:.6g} > {rule.at_most:g}")
     return failed
 
 
@@ -108,7 +108,9 @@ def _row(
     table = contracts.read(path, contracts.EVALUATIONS)
     selected = table[table["selected"]].set_index("split")
     report, choose = selected.loc["report"], selected.loc["choose"]
-    numbers = {name: None if pd.isna(report[name]) else float(report[name]) for name in config.METRICS}
+    numbers = {
+        name: None if pd.isna(report[name]) else float(report[name]) for name in config.METRICS
+    }
     score = choose[pipeline.gate.metric]
     failed = failed_rules(pipeline.gate, numbers)
     if pd.isna(score):
@@ -123,6 +125,15 @@ def _row(
         "passes": not failed,
         "failed_rules": failed,
     }
+
+
+def _incoming(round_name: str, start: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The incoming policy's own numbers on report prompts, as every candidate's evaluation holds them."""
+    path = _evaluations(round_name, rows[0]["candidate"]) / "evaluations.parquet"
+    table = contracts.read(path, contracts.EVALUATIONS)
+    row = table[(table["checkpoint"] == "incoming") & (table["split"] == "report")].iloc[0]
+    numbers = {n: None if pd.isna(row[n]) else float(row[n]) for n in config.METRICS}
+    return {"candidate": f"incoming ({start})", "from": start, **numbers}
 
 
 def _evaluations(round_name: str, candidate: str) -> Path:
@@ -142,8 +153,9 @@ def _note(decision: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     def number(value: float | None) -> str:
         return "" if value is None else f"{value:.3f}"
 
+    winner = decision["promoted"]
     lines = [
-        f"**{'promoted ' + decision['promoted'] if decision['promoted'] else 'nothing promoted'}**: {decision['reason']}",
+        f"**{f'promoted {winner}' if winner else 'nothing promoted'}**: {decision['reason']}",
         "",
         "| candidate | proxy | gold | KL (nats) | win rate | 95 % | verdict |",
         "|---|---|---|---|---|---|---|",

@@ -50,9 +50,7 @@ def run(pipeline: config.Pipeline, name: str) -> None:
     tokenizer = load_tokenizer(pipeline.model, incoming)
     codec = TextCodec(tokenizer, pipeline.model)
     book = PromptBook(common.need(common.TABLES / "prompts.parquet", "data"), codec)
-    path = common.need(
-        common.RUNS / name / "preferences" / "pairs.parquet", f"preferences@{name}"
-    )
+    path = common.need(common.RUNS / name / "preferences" / "pairs.parquet", f"preferences@{name}")
     pairs = contracts.read(path, contracts.PAIRS)
     groups = _groups(pairs[~pairs["heldout"]])
 
@@ -68,18 +66,25 @@ def run(pipeline: config.Pipeline, name: str) -> None:
     ) as tracked:
         tracked.dataset(path, f"{name}/pairs", "training")
         members = []
-        total = settings.members * settings.epochs * math.ceil(len(groups) / settings.groups_per_batch)
+        total = (
+            settings.members * settings.epochs * math.ceil(len(groups) / settings.groups_per_batch)
+        )
         with Progress(f"reward_model@{name}", total, "updates") as progress:
             for number in range(settings.members):
                 model = ScalarModel.from_directory(incoming, device)
                 done = number * total // settings.members
                 seed = pipeline.seed_for(name, "reward_model", str(number))
-                for step, tokens, metrics in _train(model, groups, book, codec, pipeline, settings, seed, clock):
+                for step, tokens, metrics in _train(
+                    model, groups, book, codec, pipeline, settings, seed, clock
+                ):
                     tracked.metrics(
                         {f"reward_model/member_{number}_{k}": v for k, v in metrics.items()}, step
                     )
                     progress.update(
-                        done + step, tokens=tokens, loss=metrics["loss"], accuracy=metrics["accuracy"]
+                        done + step,
+                        tokens=tokens,
+                        loss=metrics["loss"],
+                        accuracy=metrics["accuracy"],
                     )
                 members.append(model.eval())
         with clock("sampling"):
@@ -231,7 +236,9 @@ def _score_pairs(
     prompts = [book.tokens(key) for key in pairs["prompt_id"]]
     return (
         committee.member_scores(prompts, pairs["chosen"].tolist(), pairs["chosen_ended"].tolist()),
-        committee.member_scores(prompts, pairs["rejected"].tolist(), pairs["rejected_ended"].tolist()),
+        committee.member_scores(
+            prompts, pairs["rejected"].tolist(), pairs["rejected_ended"].tolist()
+        ),
     )
 
 
@@ -252,7 +259,12 @@ def judge(
     mean_chosen, mean_rejected = chosen.mean(0), rejected.mean(0)
     accuracy, ties = pairwise_accuracy(mean_chosen, mean_rejected)
     hits = (mean_chosen > mean_rejected).numpy().astype(float)
-    interval = statistics.mean_interval(hits, pairs["group_id"].to_numpy(), seed=0)
+    # A tied score is neither right nor wrong, here as in the accuracy.
+    decided = (mean_chosen != mean_rejected).numpy()
+    clusters = pairs["prompt_id"].to_numpy()[decided]
+    lower, upper = None, None
+    if len(set(clusters)) > 1:
+        _, lower, upper = statistics.mean_interval(hits[decided], clusters, seed=0)
     # Which answer is called first must not depend on the label, or every outcome would be 1.
     first = (pairs["chosen"] < pairs["rejected"]).to_numpy()
     probability = torch.sigmoid(mean_chosen - mean_rejected).numpy().astype(float)
@@ -260,7 +272,10 @@ def judge(
     calibration = statistics.expected_calibration_error(probability, first.astype(float))
     table = statistics.reliability(probability, first.astype(float), bins=10)
     means = torch.tensor([m for m, _ in scales]), torch.tensor([s for _, s in scales])
-    scaled = [((part - means[0][:, None]) / means[1][:, None]).mean(0).numpy() for part in (chosen, rejected)]
+    scaled = [
+        ((part - means[0][:, None]) / means[1][:, None]).mean(0).numpy()
+        for part in (chosen, rejected)
+    ]
     lengths = [
         len(codec.encode_response(text, ended))
         for side in ("chosen", "rejected")
@@ -271,10 +286,10 @@ def judge(
     report: dict[str, float | None] = {
         "heldout_pairs": float(len(pairs)),
         "accuracy": float(accuracy),
-        "accuracy_lower": interval.lower,
-        "accuracy_upper": interval.upper,
+        "accuracy_lower": lower,
+        "accuracy_upper": upper,
         "ties": float(ties),
-        "labelled_ties": float(heldout["tie"].sum()),
+        "labelled_ties": float(heldout.loc[heldout["round"] == name, "tie"].sum()),
         "member_accuracy_min": min(per_member),
         "member_accuracy_max": max(per_member),
         "calibration_error": float(calibration),
@@ -285,9 +300,9 @@ def judge(
     }
     if pairs["gold_margin"].notna().all() and len(pairs):
         margin = pairs["gold_margin"].to_numpy()
-        decided = margin != 0
         right = (mean_chosen > mean_rejected).numpy() == (margin > 0)
-        report["gold_order_accuracy"] = float(right[decided].mean())
+        ordered = decided & (margin != 0)
+        report["gold_order_accuracy"] = float(right[ordered].mean()) if ordered.any() else None
         report["label_ceiling"] = float((margin > 0).mean())
     return report, table
 

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
 from rlhf import artifacts, config, contracts, tracking
 from rlhf.algos.masking import masked_sum, reduce
@@ -14,6 +15,7 @@ from rlhf.algos.types import LossOutput
 from rlhf.data.batching import length_sorted_batches
 from rlhf.data.book import PromptBook
 from rlhf.data.text import TextCodec, load_tokenizer
+from rlhf.errors import StageFailed
 from rlhf.learner import Learner
 from rlhf.models.policy import device_of, load_base, save_policy
 from rlhf.models.sequences import Sequences
@@ -42,6 +44,7 @@ def run(pipeline: config.Pipeline) -> None:
     total = per_epoch * settings.epochs
     learner = Learner(model, settings, total_updates=total)
     order = torch.Generator().manual_seed(pipeline.seed_for("sft", "order"))
+    model.train()  # what is loaded comes in evaluation mode
     best = _Best(settings.patience)
 
     with (
@@ -53,7 +56,11 @@ def run(pipeline: config.Pipeline) -> None:
             kind="sft",
             name="r0/sft",
             algorithm="sft",
-            params={"sft": settings.model_dump(), "model": pipeline.model.model_dump(), "seed": pipeline.seed},
+            params={
+                "sft": settings.model_dump(),
+                "model": pipeline.model.model_dump(),
+                "seed": pipeline.seed,
+            },
         ) as tracked,
         Progress("sft", total, "updates") as progress,
     ):
@@ -67,13 +74,19 @@ def run(pipeline: config.Pipeline) -> None:
                 tracked.metrics({f"sft/{k}": v for k, v in metrics.items()}, step)
                 if step % settings.evaluate_every == 0 or step == total:
                     with clock("evaluation"):
-                        loss = heldout_loss(model, heldout, pipeline.model, settings.micro_batch_size)
+                        loss = heldout_loss(
+                            model, heldout, pipeline.model, settings.micro_batch_size
+                        )
                     best.offer(loss, step, model)
                     tracked.metrics(
-                        {"sft/heldout_loss_nats": loss, "sft/heldout_perplexity": math.exp(loss)}, step
+                        {"sft/heldout_loss_nats": loss, "sft/heldout_perplexity": math.exp(loss)},
+                        step,
                     )
                 progress.update(
-                    step, tokens=tokens, loss=metrics["loss"], heldout=best.latest or metrics["loss"]
+                    step,
+                    tokens=tokens,
+                    loss=metrics["loss"],
+                    heldout=best.latest or metrics["loss"],
                 )
                 if best.exhausted:
                     break
@@ -95,7 +108,7 @@ def run(pipeline: config.Pipeline) -> None:
 
 
 def heldout_loss(
-    model: torch.nn.Module, sequences: Sequences, settings: config.Model, batch_size: int
+    model: PreTrainedModel, sequences: Sequences, settings: config.Model, batch_size: int
 ) -> float:
     """Mean negative log-likelihood of response tokens, nats per token."""
     model.eval()
@@ -121,6 +134,10 @@ class _Best:
         return self.worse >= self.patience
 
     def offer(self, loss: float, step: int, model: torch.nn.Module) -> None:
+        if not math.isfinite(loss):
+            raise StageFailed(
+                f"the held-out loss is {loss} at update {step}\n  mend: lower learning_rate"
+            )
         self.latest = loss
         if loss < self.loss:
             self.loss, self.step, self.worse = loss, step, 0
@@ -131,7 +148,7 @@ class _Best:
 
 def _update(
     learner: Learner,
-    model: torch.nn.Module,
+    model: PreTrainedModel,
     train: Sequences,
     rows: list[int],
     settings: config.Sft,

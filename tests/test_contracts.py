@@ -1,4 +1,4 @@
-"""Tables between stages: what is refused and how it is said, bytes, damaged files, atomic writes."""
+"""Tables between stages: what is refused and how, bytes, damaged files, atomic writes."""
 
 from __future__ import annotations
 

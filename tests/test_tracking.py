@@ -90,10 +90,9 @@ def test_a_stage_arrives_whole(pipeline: config.Pipeline, folder: Path) -> None:
     assert found.data.tags["rlhf.link.policy"] == "runs/r1/policies/r1-ppo"
     (dataset,) = found.inputs.dataset_inputs
     assert dataset.dataset.name == "r1/preferences"
-    # md5("a") = 0cc175b9c0f1b6a831c399e269772661; DVC's directory hash is the md5 of the JSON list
-    assert dataset.dataset.digest == "dd95f7e6e9d4e3d80d8e1b2a42a9ed6c.dir" or (
-        dataset.dataset.digest == tracking.content_hash(data, folder)
-    )
+    assert (
+        dataset.dataset.digest == "1710014904e6b7e979d3965269bd0f83.dir"
+    )  # what `dvc add` says of this directory
     place = folder / "mlartifacts" / found.info.run_id / "artifacts"
     assert (place / "figures/curve.png").read_bytes() == b"png"
     table = json.loads((place / "tables/samples.json").read_text())
@@ -238,10 +237,7 @@ def test_the_champion_is_a_version_that_points_at_the_path(
         tracking.register_champion(pipeline, "r1", promoted, {"gold_mean": 0.5}, folder)
     client = tracking._client(None, folder)
     version = client.get_model_version_by_alias("reviews", "champion")
-    assert (version.version, version.source) == (1, promoted.as_uri()) or (
-        str(version.version),
-        version.source,
-    ) == ("1", promoted.as_uri())
+    assert (str(version.version), version.source) == ("1", promoted.as_uri())
     assert version.tags["rlhf.round"] == "r1"
 
 
@@ -274,7 +270,7 @@ def test_output_hashes_and_links(pipeline: config.Pipeline, folder: Path) -> Non
     assert by_name["r1/ppo"].info.run_id in found["metric"]
     assert "proxy_mean" in found["metric"]
     assert by_name["r1"].info.run_id in found["round"]
-    assert "workflowType=machine_learning&compareRunsMode=CHART&searchFilter=" in found["candidates"]
+    assert "/runs?workflowType=machine_learning&compareRunsMode=CHART&" in found["candidates"]
 
 
 STAGE = """

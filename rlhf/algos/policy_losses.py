@@ -158,8 +158,7 @@ def reinforce_loss(
     Raises: ValueError if shapes differ or response_mask selects nothing.
     """
     log_ratio, advantages = _log_ratio(logprobs, old_logprobs, advantages, response_mask)
-    per_token = -advantages * select(logprobs, response_mask)
-    loss = reduce(per_token, response_mask, reduction, denominator=denominator)
+    loss = reduce(-advantages * logprobs, response_mask, reduction, denominator=denominator)
     metrics = _policy_metrics(log_ratio, torch.zeros_like(response_mask), response_mask)
     return LossOutput(loss, metrics)
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from rlhf import config
 from rlhf.data.book import PromptBook
+from rlhf.errors import BadInput
 from rlhf.evaluation.statistics import win_rate
 from rlhf.models.sequences import Sequences
 from rlhf.optimise.forward import divergence
@@ -77,7 +78,9 @@ def measure(
         members = judges.committee.member_scores(prompts, texts, ended)
         sequences = Sequences.from_rows(prompts, [c.ids for c in completions], codec.pad_id)
         device = next(policy.parameters()).device
-        apart = divergence(policy, reference, sequences.to(device), model, DIVERGENCE_BATCH)
+        apart = divergence(
+            policy, reference, sequences.to(device), model, DIVERGENCE_BATCH, evaluation.temperature
+        )
         table = pd.DataFrame(
             {
                 "prompt_id": keys,
@@ -107,8 +110,20 @@ def summarise(
     Standard errors are over prompts. The win rate compares answers by gold where there is one.
     """
     score = "proxy" if judge == "proxy" else "gold"
+    if answers["prompt_id"].unique().tolist() != baseline["prompt_id"].unique().tolist():
+        raise ValueError("answers and baseline are to different prompts, or in another order")
+    if answers["prompt_id"].nunique() < 2:
+        raise BadInput(
+            "only one prompt to evaluate on",
+            where="data.prompts",
+            rule="intervals need at least two choose and two report prompts",
+            mend="bring more prompts, or give the split a larger share in data.split_fractions",
+        )
     wins = win_rate(
-        _by_prompt(answers, score), _by_prompt(baseline, score), num_bootstrap=num_bootstrap, seed=seed
+        _by_prompt(answers, score),
+        _by_prompt(baseline, score),
+        num_bootstrap=num_bootstrap,
+        seed=seed,
     )
     has_gold = judge != "proxy"
     row: dict[str, Any] = {

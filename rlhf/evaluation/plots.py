@@ -33,16 +33,22 @@ def over_optimisation(table: pd.DataFrame, candidate: str, path: Path) -> None:
     rows = table[table["split"] == "report"].sort_values("step")
     figure, axes = _new()
     x = rows["kl_nats"].clip(lower=0).pow(0.5)
-    curves: list[tuple[str, str, str, str]] = [("proxy", "o", BLUE, "proxy (reward-model committee)")]
+    curves: list[tuple[str, str, str, str]] = [
+        ("proxy", "o", BLUE, "proxy (reward-model committee)")
+    ]
     if rows["gold_mean"].notna().all():
         curves.append(("gold", "s", ORANGE, "gold (what is meant)"))
     for name, marker, colour, label in curves:
         mean, error = rows[f"{name}_mean"], rows[f"{name}_se"].fillna(0) * 1.96
-        axes.errorbar(x, mean, yerror_or_none(error), marker=marker, color=colour, label=label, capsize=3)
+        axes.errorbar(
+            x, mean, yerror_or_none(error), marker=marker, color=colour, label=label, capsize=3
+        )
     chosen = rows[rows["selected"]]
     if len(chosen):
         at = float(x[chosen.index[0]])
-        axes.axvline(at, color=GREY, linestyle=":", label=f"selected: {chosen['checkpoint'].iloc[0]}")
+        axes.axvline(
+            at, color=GREY, linestyle=":", label=f"selected: {chosen['checkpoint'].iloc[0]}"
+        )
     axes.set_xlabel("square root of KL to the incoming policy (nats per answer)")
     axes.set_ylabel("mean reward")
     prompts, answers = int(rows["num_prompts"].iloc[0]), int(rows["num_samples"].min())
@@ -67,7 +73,13 @@ def reliability(table: pd.DataFrame, error: float | None, path: Path) -> None:
     axes.plot([0, 1], [0, 1], color=GREY, linestyle="--", label="calibrated")
     spread = (rows["mean_outcome"] * (1 - rows["mean_outcome"]) / rows["count"]).pow(0.5) * 1.96
     axes.errorbar(
-        rows["mean_prob"], rows["mean_outcome"], spread, marker="o", color=BLUE, capsize=3, label="committee"
+        rows["mean_prob"],
+        rows["mean_outcome"],
+        spread,
+        marker="o",
+        color=BLUE,
+        capsize=3,
+        label="committee",
     )
     axes.set_xlim(0, 1)
     axes.set_ylim(0, 1)

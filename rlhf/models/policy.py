@@ -74,12 +74,13 @@ def load_base(model: config.Model, tokenizer: Any, seed: int) -> PreTrainedModel
             model.base, revision=model.revision, trust_remote_code=False, **arguments
         )
     _check_context(loaded, model)
+    _check_vocabulary(loaded, tokenizer, model)
     return loaded
 
 
 def load_policy(directory: Path, device: torch.device) -> PreTrainedModel:
     """A policy this pipeline saved. Weights stay float32; bfloat16 is a matter of autocast."""
-    return _load_directory(directory, dtype=torch.float32).to(device)
+    return _load_directory(directory, dtype=torch.float32).to(device)  # type: ignore[arg-type]
 
 
 def save_policy(model: PreTrainedModel, tokenizer: Any, directory: Path) -> None:
@@ -153,11 +154,22 @@ def _check_context(loaded: PreTrainedModel, model: config.Model) -> None:
         )
 
 
+def _check_vocabulary(loaded: PreTrainedModel, tokenizer: Any, model: config.Model) -> None:
+    size = int(loaded.get_input_embeddings().weight.shape[0])  # type: ignore[index]
+    if len(tokenizer) > size:
+        raise BadInput(
+            f"the tokenizer has {len(tokenizer)} tokens",
+            where=f"model.tokenizer={model.tokenizer}",
+            rule=f"{model.base} knows {size}",
+            mend="use the tokenizer that belongs to the model (tokenizer: null)",
+        )
+
+
 def _forget_gguf(model: PreTrainedModel) -> None:
     """A model read from GGUF is in full precision again; without this it refuses to be saved."""
     for name in ("hf_quantizer", "quantization_method"):
         if hasattr(model, name):
             setattr(model, name, None)
-    model.is_quantized = False
+    model.is_quantized = False  # type: ignore[assignment]
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

@@ -60,15 +60,21 @@ def divergence(
     sequences: Sequences,
     model: config.Model,
     batch_size: int,
+    temperature: float = 1.0,
 ) -> Divergence:
-    """Full-vocabulary KL at every sampled prefix: the Rao-Blackwellised estimate of sequence KL."""
+    """Full-vocabulary KL at every sampled prefix: the Rao-Blackwellised estimate of sequence KL.
+
+    It is that of the distributions at the temperature that the sequences were sampled with.
+    """
     kl, entropy = torch.zeros(len(sequences)), torch.zeros(len(sequences))
     for rows in by_length(sequences, batch_size):
         part = sequences.select(rows)
         with precision(model, part.prompt_ids.device):
             logits = response_logits(policy, part)
             ref_logits = logits if reference is policy else response_logits(reference, part)
-        kl[rows] = masked_sum(full_kl(logits, ref_logits), part.response_mask, dim=1).cpu()
-        mean = masked_sum(token_entropy(logits), part.response_mask, dim=1) / part.lengths.clamp(min=1)
+        apart = full_kl(logits, ref_logits, temperature)
+        kl[rows] = masked_sum(apart, part.response_mask, dim=1).cpu()
+        spread = token_entropy(logits, temperature=temperature)
+        mean = masked_sum(spread, part.response_mask, dim=1) / part.lengths.clamp(min=1)
         entropy[rows] = mean.cpu()
     return Divergence(kl, entropy)

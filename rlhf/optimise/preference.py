@@ -70,7 +70,10 @@ class PreferenceTrainer:
                 with self.clock("training"):
                     metrics = self.learner.update(
                         (
-                            (float(len(micro)), lambda micro=micro: self._loss(micro, len(rows)))  # type: ignore[misc]
+                            (
+                                float(len(micro)),
+                                lambda micro=micro, n=len(rows): self._loss(micro, n),
+                            )  # type: ignore[misc]
                             for micro in _chunks(rows, s.micro_batch_size)
                         ),
                         name=f"epoch {epoch + 1}, pairs {sorted(rows)[:8]}",
@@ -80,7 +83,9 @@ class PreferenceTrainer:
 
     def _loss(self, rows: list[int], num_pairs: int) -> LossOutput:
         s = self.settings
-        options: dict[str, Any] = {"label_smoothing": s.label_smoothing} if s.label_smoothing else {}
+        options: dict[str, Any] = (
+            {"label_smoothing": s.label_smoothing} if s.label_smoothing else {}
+        )
         return PREFERENCE_LOSSES[s.loss](
             self._logps(self.policy, self.chosen.select(rows)),
             self._logps(self.policy, self.rejected.select(rows)),

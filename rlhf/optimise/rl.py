@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -179,7 +180,9 @@ class RlTrainer:
             gamma=s.gamma,
             gae_lambda=s.gae_lambda,
         )
-        advantages = whiten(estimated.advantages, mask) if s.whiten_advantages else estimated.advantages
+        advantages = (
+            whiten(estimated.advantages, mask) if s.whiten_advantages else estimated.advantages
+        )
         metrics = {
             "policy/proxy": float(scores.mean()),
             "policy/proxy_std": float(scores.std(correction=0)),
@@ -229,7 +232,7 @@ class RlTrainer:
     # --- updates ---
 
     def _update(self, experience: Experience, *, policy: bool) -> dict[str, float]:
-        """All epochs and minibatches over one batch; returns the mean of each metric."""
+        """All epochs and minibatches over one batch; returns each metric's mean, a `*_max`'s maximum."""
         s = self.settings
         collected: list[dict[str, float]] = []
         with self.clock("training"):
@@ -246,8 +249,13 @@ class RlTrainer:
                     if self.critic_learner is not None:
                         found |= self._value_update(experience, minibatch, denominator, name)
                     collected.append(found)
-        averages = {key: sum(m[key] for m in collected) / len(collected) for key in collected[0]}
-        return {**experience.metrics, **averages}
+        joined = {
+            key: max(m[key] for m in collected)
+            if key.endswith("_max")
+            else sum(m[key] for m in collected) / len(collected)
+            for key in collected[0]
+        }
+        return {**experience.metrics, **joined}
 
     def _denominator(self, experience: Experience, rows: list[int]) -> float:
         """What a minibatch's sum is divided by; `constant_length` takes the rollout's mean length."""
@@ -277,7 +285,7 @@ class RlTrainer:
         with precision(self.model, part.prompt_ids.device):
             logits = response_logits(self.policy, part)
         logprobs = token_logprobs(logits, part.response_ids, temperature=s.temperature)
-        shared = {"reduction": s.reduction, "denominator": denominator}
+        shared: dict[str, Any] = {"reduction": s.reduction, "denominator": denominator}
         clips = {"clip_low": s.clip_low, "clip_high": s.clip_high} if s.loss == "ppo_clip" else {}
         loss, metrics = POLICY_LOSSES[s.loss](
             logprobs,

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from rlhf import config
 from rlhf.algos.reward_model_losses import AGGREGATES
-from rlhf.artifacts import read_json
+from rlhf.artifacts import read_json, remake
 from rlhf.data.text import TextCodec
+from rlhf.errors import BadInput
 from rlhf.models.policy import precision
-from rlhf.models.scalar import ScalarModel
+from rlhf.models.scalar import HEAD_FILE, ScalarModel
 from rlhf.models.sequences import Sequences
 
 SCALE_FILE = "scale.json"
@@ -43,6 +44,15 @@ class Committee:
         cls, directory: Path, codec: TextCodec, model: config.Model, device: torch.device
     ) -> Committee:
         scale = read_json(directory / SCALE_FILE)
+        for member in scale["members"]:
+            # Without its head a member would be read as an untrained one, and score 0.
+            if not (directory / member["name"] / HEAD_FILE).is_file():
+                raise BadInput(
+                    "no such file",
+                    where=str(directory / member["name"] / HEAD_FILE),
+                    rule=f"every member in {SCALE_FILE} has its head",
+                    mend=remake(directory / SCALE_FILE),
+                )
         members = [
             ScalarModel.from_directory(directory / member["name"], device).eval()
             for member in scale["members"]
@@ -58,7 +68,8 @@ class Committee:
     ) -> Tensor:
         """(M, B) scaled scores on the CPU, in the order given."""
         rows = [
-            self.codec.encode_response(text, end) for text, end in zip(responses, ended, strict=True)
+            self.codec.encode_response(text, end)
+            for _, text, end in zip(prompt_ids, responses, ended, strict=True)
         ]
         order = sorted(range(len(rows)), key=lambda i: len(prompt_ids[i]) + len(rows[i]))
         scores = torch.empty(len(self.members), len(rows))

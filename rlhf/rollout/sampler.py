@@ -124,7 +124,11 @@ def _sample_batch(
 
 
 def _next_logits(
-    model: PreTrainedModel, accepted: frozenset[str], inputs: Tensor, mask: Tensor, cache: DynamicCache
+    model: PreTrainedModel,
+    accepted: frozenset[str],
+    inputs: Tensor,
+    mask: Tensor,
+    cache: DynamicCache,
 ) -> Tensor:
     """(rows, V) float32 logits of the next token."""
     arguments: dict[str, Any] = {"input_ids": inputs, "attention_mask": mask, "use_cache": True}

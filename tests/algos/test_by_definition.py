@@ -1,8 +1,8 @@
 """Algorithms against their definitions, on policies small enough to enumerate.
 
-A policy over tokens 0, 1, 2 writes at most two of them and stops after a 0. Its seven sequences,
-with their probabilities, give every expectation exactly: what an estimator says on average is compared
-with autograd of the objective it is an estimator of.
+A policy over tokens 0, 1, 2 writes at most two of them and stops after a 0. Its seven sequences
+and their probabilities give every expectation exactly: what an estimator says on average is
+compared with autograd of the objective it is an estimator of.
 """
 
 import itertools

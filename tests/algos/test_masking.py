@@ -60,6 +60,8 @@ def test_an_empty_sequence_is_not_a_sequence_of_zeros() -> None:
     x = torch.tensor([[3.0, 5.0], [NAN, NAN]])
     mask = torch.tensor([[True, True], [False, False]])
     assert reduce(x, mask, "sequence_mean").item() == 4  # not (4 + 0) / 2
+    # The constant is one: it counts every sequence, so that a token weighs the same in any batch.
+    assert reduction_denominator(mask, "constant_length", length=8).item() == 16
 
 
 def test_refusals() -> None:

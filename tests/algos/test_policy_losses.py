@@ -55,11 +55,11 @@ def test_clipped_policy_loss_by_hand(
 
 
 def test_clip_bounds_are_separate() -> None:
-    # clip(.5, .9, 1.3) = .9 with A = -1; clip(1.5, .9, 1.3) = 1.3 with A = 1: (.9 - 1.3) / 2.
+    # clip(.5, .9, 1.3) = .9 with A = -1; clip(1.5, .9, 1.3) = 1.3 with A = 2: (.9 - 2.6) / 2.
     output = clipped_policy_loss(
-        log_row(0.5, 1.5), row(0, 0), row(-1, 1), BOTH, clip_low=0.1, clip_high=0.3
+        log_row(0.5, 1.5), row(0, 0), row(-1, 2), BOTH, clip_low=0.1, clip_high=0.3
     )
-    assert output.loss.item() == pytest.approx(-0.2, abs=1e-12)
+    assert output.loss.item() == pytest.approx(-0.85, abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -152,6 +152,15 @@ def test_clipped_value_loss_by_hand(
     assert values.grad is not None
     assert values.grad.item() == pytest.approx(slope, abs=1e-12)
     assert output.metrics["value_clip_fraction"].item() == clipped
+
+
+def test_values_near_the_old_ones_are_not_counted_as_clipped() -> None:
+    generator = torch.Generator().manual_seed(0)
+    old_values, returns = torch.randn(2, 100, 300, generator=generator)
+    values = old_values + 0.9 * torch.rand(100, 300, generator=generator) - 0.45
+    mask = torch.ones(100, 300, dtype=torch.bool)
+    output = clipped_value_loss(values, old_values, returns, mask, clip=0.5)
+    assert output.metrics["value_clip_fraction"].item() == 0
 
 
 def test_value_loss_without_clip() -> None:

@@ -93,6 +93,14 @@ def test_mean_interval_covers_as_often_as_it_says() -> None:
     assert by_value / runs < 0.8  # what ignoring the clusters would claim
 
 
+def test_mean_interval_stays_between_the_cluster_means() -> None:
+    # Sizes 1 to 8 and means 10 or 11: a cluster's sum and its size are resampled together.
+    sizes = np.arange(1, 9)
+    clusters = np.repeat(sizes, sizes)
+    _, lower, upper = mean_interval(10.0 + clusters % 2, clusters, seed=0)
+    assert 10 <= lower < upper <= 11
+
+
 def test_mean_interval_of_a_constant() -> None:
     assert mean_interval([2.0, 2.0, 2.0], [0, 1, 1], seed=0) == (2, 2, 2)
 
@@ -198,7 +206,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="at least two"):
         win_rate([[1, 2]], [[1, 2]], seed=0)
     with pytest.raises(ValueError, match="candidate has 1 values that are not finite"):
-        win_rate([[1], [nan]], [[1], [2]], seed=0)
+        win_rate([[1.0], [nan]], [[1], [2]], seed=0)
     with pytest.raises(ValueError, match="baseline must be a filled 2-d array"):
         win_rate([[1], [2]], np.zeros((2, 0)), seed=0)
     with pytest.raises(ValueError, match="candidate has 2 prompts, baseline 3"):

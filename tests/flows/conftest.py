@@ -1,4 +1,4 @@
-"""A whole project of stub stages, with the repository's own pipeline.yaml and the shape of its dvc.yaml."""
+"""A project of stub stages, with the repository's pipeline.yaml and the shape of its dvc.yaml."""
 
 from __future__ import annotations
 
@@ -30,11 +30,17 @@ def stub_dvc_yaml() -> str:
     return str(yaml.safe_dump(declared, sort_keys=False, width=1000))
 
 
+def _without_candidate(name: str) -> str:
+    """The repository's pipeline.yaml with one candidate less: each costs seconds."""
+    text = (ROOT / "pipeline.yaml").read_text(encoding="utf-8")
+    return re.sub(rf"^  {name}:\n(?:    .*\n)+", "", text, flags=re.M)
+
+
 @pytest.fixture(scope="session")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Made once; tests work on copies."""
     folder = tmp_path_factory.mktemp("template")
-    shutil.copy(ROOT / "pipeline.yaml", folder)
+    (folder / "pipeline.yaml").write_text(_without_candidate("r1-grpo"), encoding="utf-8")
     shutil.copy(ROOT / "prefect.yaml", folder)
     shutil.copy(Path(__file__).with_name("stub.py"), folder)
     (folder / "dvc.yaml").write_text(stub_dvc_yaml(), encoding="utf-8")

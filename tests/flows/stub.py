@@ -1,6 +1,9 @@
-"""Stands in for every stage of a project: instant, deterministic, and able to fail or to take long when told.
+"""Stands in for every stage of a project.
 
-    python stub.py STAGE [NAME] OUTPUT...       a file FAIL or SLEEP in the folder names a stage that fails or sleeps
+Instant, deterministic, and able to fail or to take long when told.
+
+    python stub.py STAGE [NAME] OUTPUT...       a file FAIL or SLEEP in the folder names a stage
+    that fails or sleeps
 """
 
 import json

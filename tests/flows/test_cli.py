@@ -1,0 +1,129 @@
+"""The command line: exit codes, messages without tracebacks, light imports."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import child_environment
+
+Flows = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def test_validate_is_light(project: Path) -> None:
+    code = (
+        "import sys\n"
+        "from flows.__main__ import main\n"
+        "sys.argv = ['flows', 'validate']\n"
+        "try:\n    main()\nexcept SystemExit as error:\n    assert not error.code\n"
+        "heavy = {'torch', 'mlflow', 'prefect', 'transformers', 'pandas'} & set(sys.modules)\n"
+        "sys.exit(f'imports {heavy}' if heavy else 0)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=project,
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "pipeline.yaml is valid" in result.stdout
+
+
+def test_a_wrong_value_is_exit_code_2_with_its_path(project: Path, flows: Flows) -> None:
+    path = project / "pipeline.yaml"
+    path.write_text(path.read_text().replace("parallel: 2", "parallel: 0"))
+    result = flows("validate")
+    assert result.returncode == 2
+    assert "resources.parallel=0" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("command", ["validate", "plan", "run", "report", "ui"])
+def test_without_a_pipeline_every_command_says_where_to_go(
+    project: Path, flows: Flows, command: str
+) -> None:
+    (project / "pipeline.yaml").unlink()
+    result = flows(command)
+    assert result.returncode == 2
+    assert "pipeline.yaml" in result.stderr
+    assert "mend:" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_run_outside_git_says_so_before_anything_starts(project: Path, flows: Flows) -> None:
+    shutil.rmtree(project / ".git")
+    result = flows("run")
+    assert result.returncode == 2
+    assert "git init" in result.stderr
+    assert not (project / "ran.txt").exists()
+
+
+def test_plan_for_programs(project: Path, flows: Flows) -> None:
+    result = flows("plan", "--round", "r1", "--json")
+    assert result.returncode == 0, result.stderr
+    plan = json.loads(result.stdout)
+    assert plan[0]["name"] == "data"
+    assert plan[0]["runs"] is True
+
+
+def test_plan_while_dvc_is_locked(project: Path, flows: Flows) -> None:
+    holder = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "from dvc.repo import Repo\n"
+            "with Repo('.') as repo:\n"
+            "    with repo.lock:\n"
+            "        print('held', flush=True)\n"
+            "        import time; time.sleep(60)\n",
+        ],
+        cwd=project,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        result = flows("plan")
+    finally:
+        holder.kill()
+        holder.wait()
+    assert result.returncode == 2
+    assert "another process holds DVC's lock" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_round_add(project: Path, flows: Flows) -> None:
+    assert flows("round-add", "r2").returncode == 0
+    assert "r2-ppo:" in (project / "pipeline.yaml").read_text()
+    again = flows("round-add", "r2")
+    assert again.returncode == 0
+    assert "already" in again.stdout
+    wrong = flows("round-add", "2")
+    assert wrong.returncode == 2
+    assert "use r3" in wrong.stderr
+
+
+def test_a_report_of_a_round_that_has_not_run(project: Path, flows: Flows) -> None:
+    result = flows("report", "--round", "r1")
+    assert result.returncode == 2
+    assert "python -m flows run --round r1" in result.stderr
+
+
+def test_a_worker_without_a_server_says_which_to_start(project: Path, flows: Flows) -> None:
+    result = flows("worker", HOME=str(project))
+    assert result.returncode == 2
+    assert "python -m flows server" in result.stderr
+
+
+def test_an_unknown_command_is_exit_code_2(flows: Flows) -> None:
+    result = flows("fly")
+    assert result.returncode == 2
+    assert "No such command" in result.stderr
