@@ -224,7 +224,7 @@ def _reference(
         eos_id=codec.eos_id,
         pad_id=codec.pad_id,
         seed=pipeline.seed_for(name, "reward_model", "reference"),
-        batch_size=count,
+        batch_size=declared.preferences.sampling_batch_size,
     )
     return prompts, completions
 
@@ -254,7 +254,7 @@ def judge(
 
     Returns: the report, and the reliability table of P(chosen) = sigmoid(score margin).
     """
-    own = ((heldout["round"] == name) & ~heldout["tie"]).to_numpy()
+    own = ((heldout["round"] == name) & ~heldout["tie"]).to_numpy(copy=True)
     pairs, chosen, rejected = heldout[own].reset_index(drop=True), chosen[:, own], rejected[:, own]
     mean_chosen, mean_rejected = chosen.mean(0), rejected.mean(0)
     accuracy, ties = pairwise_accuracy(mean_chosen, mean_rejected)

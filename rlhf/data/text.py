@@ -6,6 +6,7 @@ the same ids wherever it is used, and the first response token never merges into
 
 from __future__ import annotations
 
+import datetime
 import json
 import re
 from collections.abc import Sequence
@@ -48,14 +49,15 @@ def load_tokenizer(model: config.Model, directory: Path | None = None) -> PreTra
     from transformers import AutoTokenizer
 
     options: dict[str, Any] = {"trust_remote_code": False}
+    place = name
     if is_local:
         options["local_files_only"] = True
         if path.is_file():
-            name, options["gguf_file"] = str(path.parent), path.name
+            place, options["gguf_file"] = str(path.parent), path.name
     elif revision is not None:
         options["revision"] = revision
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        tokenizer = AutoTokenizer.from_pretrained(place, **options)
     except Exception as error:  # each backend raises kinds of its own
         problem = " ".join(str(error).split())[:300]
         raise BadInput(
@@ -82,6 +84,11 @@ def readable_chat(messages: str) -> str:
     if len(chat) == 1 and chat[0]["role"] == "user":
         return str(chat[0]["content"])
     return "\n".join(f"{message['role']}: {message['content']}" for message in chat)
+
+
+def _fixed_date(form: str) -> str:
+    """The date for templates that name today's: the same prompt gives the same ids on every day."""
+    return datetime.date(2024, 7, 26).strftime(form)
 
 
 class TextCodec:
@@ -213,7 +220,7 @@ class TextCodec:
         chat = [{"role": "user", "content": prompt}] if messages is None else json.loads(messages)
         try:
             text = self.tokenizer.apply_chat_template(
-                chat, tokenize=False, add_generation_prompt=True
+                chat, tokenize=False, add_generation_prompt=True, strftime_now=_fixed_date
             )
         except Exception as error:  # templates raise jinja errors of their own
             raise BadInput(

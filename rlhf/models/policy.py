@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,21 +61,31 @@ def load_base(model: config.Model, tokenizer: Any, seed: int) -> PreTrainedModel
         return new_policy(model, tokenizer, seed)
     path = Path(model.base)
     arguments: dict[str, Any] = {"dtype": torch.float32}
+    loaded: Any
     if path.suffix == ".gguf":
         if not path.is_file():
             raise BadInput("no such file", where=f"model.base={model.base}", mend="check the path")
-        loaded = AutoModelForCausalLM.from_pretrained(
-            str(path.parent), gguf_file=path.name, **arguments
-        )
+        with _named_errors(model, "a GGUF file of an architecture that transformers reads"):
+            loaded = AutoModelForCausalLM.from_pretrained(
+                str(path.parent), gguf_file=path.name, local_files_only=True, **arguments
+            )
         _forget_gguf(loaded)
     elif path.exists() or model.base.startswith((".", "/", "~")):
-        loaded = _load_directory(path, **arguments)
+        with _named_errors(model, "a causal language model whose config.json fits its weights"):
+            loaded = _load_directory(path, **arguments)
     else:
-        loaded = AutoModelForCausalLM.from_pretrained(
-            model.base, revision=model.revision, trust_remote_code=False, **arguments
-        )
+        with _named_errors(model, "a directory, a .gguf file, or a hub id like owner/name"):
+            loaded = AutoModelForCausalLM.from_pretrained(
+                model.base,
+                revision=model.revision,
+                trust_remote_code=False,
+                use_safetensors=True,
+                **arguments,
+            )
     _check_context(loaded, model)
     _check_vocabulary(loaded, tokenizer, model)
+    _drop_dropout(loaded)
+    _agree_on_the_end(loaded, tokenizer)
     return loaded
 
 
@@ -143,6 +154,24 @@ def _load_directory(path: Path, **arguments: Any) -> PreTrainedModel:
     )
 
 
+@contextlib.contextmanager
+def _named_errors(model: config.Model, rule: str) -> Iterator[None]:
+    """What `transformers`, its readers and the network raise, as one message that names the model."""
+    try:
+        yield
+    except (BadInput, MemoryError):
+        raise
+    except Exception as error:  # each reader raises kinds of its own
+        problem = " ".join(str(error).split())[:300]
+        raise BadInput(
+            f"no model could be read: {type(error).__name__}: {problem}",
+            where=f"model.base={model.base}",
+            rule=rule,
+            mend="correct the name or path; for a hub id check revision and network, "
+            "or download it and name the directory",
+        ) from error
+
+
 def _check_context(loaded: PreTrainedModel, model: config.Model) -> None:
     limit, wanted = context_length(loaded), model.max_prompt_tokens + model.max_response_tokens
     if limit is not None and wanted > limit:
@@ -163,6 +192,33 @@ def _check_vocabulary(loaded: PreTrainedModel, tokenizer: Any, model: config.Mod
             rule=f"{model.base} knows {size}",
             mend="use the tokenizer that belongs to the model (tokenizer: null)",
         )
+
+
+def _drop_dropout(model: PreTrainedModel) -> None:
+    """Off in every module and in the saved config: the ratio to the sampling policy must start at 1."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    for holder in (model.config, *model.modules()):
+        for name, value in vars(holder).items():
+            if re.search("dropout|pdrop", name) and isinstance(value, float):
+                setattr(holder, name, 0.0)
+
+
+def _agree_on_the_end(model: PreTrainedModel, tokenizer: Any) -> None:
+    """Plain `generate` on the saved model stops where answers end here, and may be saved as it is."""
+    settings = model.generation_config
+    if settings is None:
+        return
+    ends = settings.eos_token_id
+    known = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    if tokenizer.eos_token_id not in known:
+        settings.eos_token_id = [tokenizer.eos_token_id, *known]
+    if settings.pad_token_id is None:
+        pad_id = tokenizer.pad_token_id
+        settings.pad_token_id = tokenizer.eos_token_id if pad_id is None else pad_id
+    if any(getattr(settings, name, None) is not None for name in ("temperature", "top_p", "top_k")):
+        settings.do_sample = True  # without it transformers refuses to save these
 
 
 def _forget_gguf(model: PreTrainedModel) -> None:

@@ -59,7 +59,8 @@ class ScalarModel(nn.Module):
         if "position_ids" in accepted:
             inputs["position_ids"] = position_ids(mask)
         hidden = self.backbone(**inputs, use_cache=False).last_hidden_state
-        return self.head(hidden).squeeze(-1).float()
+        with torch.autocast(hidden.device.type, enabled=False):  # bfloat16 numbers tie too often
+            return self.head(hidden.float()).squeeze(-1)
 
     def scores(self, sequences: Sequences) -> Tensor:
         """(B,): the output at the last real token: EOS, or the last token of a cut answer."""

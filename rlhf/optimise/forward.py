@@ -16,6 +16,8 @@ from rlhf.algos.masking import masked_sum
 from rlhf.models.policy import precision, response_logits
 from rlhf.models.sequences import Sequences
 
+LOGITS_AT_ONCE = 2**25  # entries of one (rows, T, V) table: 128 MiB in float32
+
 
 def by_length(sequences: Sequences, size: int) -> list[list[int]]:
     """Rows of similar length together, in chunks of `size`, shortest first."""
@@ -65,9 +67,12 @@ def divergence(
     """Full-vocabulary KL at every sampled prefix: the Rao-Blackwellised estimate of sequence KL.
 
     It is that of the distributions at the temperature that the sequences were sampled with.
+    At most `batch_size` sequences at once, fewer where answers are long and the vocabulary large.
     """
     kl, entropy = torch.zeros(len(sequences)), torch.zeros(len(sequences))
-    for rows in by_length(sequences, batch_size):
+    vocabulary = int(policy.get_input_embeddings().weight.shape[0])  # type: ignore[index]
+    per_row = vocabulary * max(1, sequences.response_ids.shape[1])
+    for rows in by_length(sequences, max(1, min(batch_size, LOGITS_AT_ONCE // per_row))):
         part = sequences.select(rows)
         with precision(model, part.prompt_ids.device):
             logits = response_logits(policy, part)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from rlhf.data.batching import length_sorted_batches
 from rlhf.learner import Learner
 from rlhf.models.sequences import Sequences
 from rlhf.optimise import preflight
-from rlhf.optimise.forward import by_length, logprobs_of, scatter
+from rlhf.optimise.forward import by_length, logprobs_of
 from rlhf.progress import Clock
 
 
@@ -67,16 +68,13 @@ class PreferenceTrainer:
         self.policy.train()
         for epoch in range(s.epochs):
             for rows in length_sorted_batches(self.lengths, s.batch_size, self.order):
+                shares = [
+                    (float(len(micro)), partial(self._loss, micro, len(rows)))
+                    for micro in _chunks(rows, s.micro_batch_size)
+                ]
                 with self.clock("training"):
                     metrics = self.learner.update(
-                        (
-                            (
-                                float(len(micro)),
-                                lambda micro=micro, n=len(rows): self._loss(micro, n),
-                            )  # type: ignore[misc]
-                            for micro in _chunks(rows, s.micro_batch_size)
-                        ),
-                        name=f"epoch {epoch + 1}, pairs {sorted(rows)[:8]}",
+                        shares, name=f"epoch {epoch + 1}, pairs {sorted(rows)[:8]}"
                     )
                 tokens = int(self.chosen.lengths[rows].sum() + self.rejected.lengths[rows].sum())
                 yield self.learner.updates, tokens, {f"policy/{k}": v for k, v in metrics.items()}
@@ -101,9 +99,12 @@ class PreferenceTrainer:
         return masked_sum(logprobs_of(policy, part, self.model), part.response_mask, dim=1)
 
     def _all_logps(self, policy: PreTrainedModel, sequences: Sequences) -> Tensor:
-        batches = by_length(sequences, self.settings.micro_batch_size)
-        table = scatter(sequences, batches, lambda part: logprobs_of(policy, part, self.model))
-        return masked_sum(table, sequences.response_mask, dim=1)
+        """(B,), summed batch by batch as training does: another width rounds another way."""
+        result = torch.zeros(len(sequences), device=sequences.prompt_ids.device)
+        with torch.no_grad():
+            for rows in by_length(sequences, self.settings.micro_batch_size):
+                result[rows] = self._logps(policy, sequences.select(rows)).float()
+        return result
 
     def _preflight(self) -> None:
         """The policy starts as the reference: the first batch's log-probs are equal in train mode."""

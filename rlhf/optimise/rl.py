@@ -154,6 +154,8 @@ class RlTrainer:
         sequences = Sequences.from_rows(
             prompts, [c.ids for c in completions], self.codec.pad_id
         ).to(device)
+        if self.rollouts == 0:  # everything below relies on it
+            preflight.check_mask_selects_sampled(sequences, completions)
         scores, mask = scores.to(device), sequences.response_mask
         size = len(prompts) // s.minibatches
         minibatches = [
@@ -215,9 +217,8 @@ class RlTrainer:
             return self.critic.values(part)
 
     def _preflight(self, experience: Experience, completions: list[Completion]) -> None:
-        """Ratio 1, KL 0, masks and sampler agree; through the very forward pass that training uses."""
+        """Ratio 1, KL 0, sampler and trainer agree; through the very forward pass that training uses."""
         sequences, mask = experience.sequences, experience.sequences.response_mask
-        preflight.check_mask_selects_sampled(sequences, completions)
         batches = [micro for minibatch in experience.minibatches for micro in minibatch]
         self.policy.train()
         again = scatter(sequences, batches, lambda part: self._logprobs(self.policy, part))
@@ -295,7 +296,9 @@ class RlTrainer:
             **shared,
             **clips,
         )
-        entropy = token_entropy(logits, temperature=s.temperature)
+        # Without a coefficient it is only reported; autograd would keep tables of (B, T, V) for it.
+        with torch.set_grad_enabled(s.entropy_coef > 0):
+            entropy = token_entropy(logits, temperature=s.temperature)
         bonus = entropy_bonus(entropy, part.response_mask, **shared)
         metrics = {**metrics, **bonus.metrics}
         if s.entropy_coef:

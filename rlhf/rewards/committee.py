@@ -19,6 +19,7 @@ from rlhf.models.sequences import Sequences
 
 SCALE_FILE = "scale.json"
 SCORING_BATCH = 256
+SCORING_TOKENS = 2**15  # at once, padding included
 
 
 class Committee:
@@ -72,10 +73,12 @@ class Committee:
             for _, text, end in zip(prompt_ids, responses, ended, strict=True)
         ]
         order = sorted(range(len(rows)), key=lambda i: len(prompt_ids[i]) + len(rows[i]))
+        longest = max((len(p) for p in prompt_ids), default=0) + max(map(len, rows), default=0)
+        size = max(1, min(SCORING_BATCH, SCORING_TOKENS // max(1, longest)))
         scores = torch.empty(len(self.members), len(rows))
         device = self.members[0].head.weight.device
-        for start in range(0, len(order), SCORING_BATCH):
-            index = order[start : start + SCORING_BATCH]
+        for start in range(0, len(order), size):
+            index = order[start : start + size]
             batch = Sequences.from_rows(
                 [prompt_ids[i] for i in index], [rows[i] for i in index], self.codec.pad_id
             ).to(device)

@@ -1,5 +1,6 @@
 """What must not matter to any token loss: masked places, padding, order, micro-batches."""
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -129,7 +130,7 @@ def test_micro_batches_add_up(name: str, reduction: str, seed: int, cuts: set[in
     inputs, mask = draw(seed)  # C39, C40
     plain, gradient = outcome(name, inputs, mask, reduction)
     edges = [0, *sorted(cuts), 5]
-    parts = [slice(start, end) for start, end in zip(edges, edges[1:], strict=False)]
+    parts = [slice(start, end) for start, end in itertools.pairwise(edges)]
     denominator = torch.stack(
         [reduction_denominator(mask[part], reduction, length=LENGTH) for part in parts]
     ).sum()
@@ -156,7 +157,7 @@ def test_ten_and_ninety_tokens_are_one_batch_of_a_hundred(name: str) -> None:  #
     torch.testing.assert_close(short.loss + long.loss, whole.loss)
     torch.testing.assert_close(torch.cat([short_gradient, long_gradient]), gradient)
     # Averaging two means instead would weigh each of the 10 tokens nine times as much.
-    alone, alone_gradient = outcome(name, inputs[:, :1], mask[:1], "token_mean")
+    _alone, alone_gradient = outcome(name, inputs[:, :1], mask[:1], "token_mean")
     torch.testing.assert_close(alone_gradient, 10 * short_gradient)
 
 

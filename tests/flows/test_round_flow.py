@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import child_environment
 
+from flows.runner import Runner
 from rlhf.lifeline import alive, ident
 
 Flows = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -29,6 +30,34 @@ def prefect_home(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("prefect"))
 
 
+def test_a_failed_stage_halts_the_rest_and_shows_its_log(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    runner = Runner(project, parallel=2)
+    assert runner.run("data") == runner.run(
+        "data"
+    )  # the second call awaits the first one's outcome
+    (project / "FAIL").write_text("sft")
+    outcome = runner.run("sft")
+    assert outcome is not None
+    assert not outcome.ok
+    assert "stub sft was told to fail" in outcome.message
+    assert runner.run("preferences@r1") is None
+    assert ran(project) == ["data", "sft"]
+    assert (project / "data/tables/made.txt").exists()
+
+
+def test_a_stage_that_takes_too_long_is_ended_with_its_children(project: Path) -> None:
+    (project / "SLEEP").write_text("data")
+    outcome = Runner(project, timeout=6).run("data")
+    assert outcome is not None
+    assert "took longer than 6 s" in outcome.message
+    pid = int((project / "sleeping.pid").read_text())
+    assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.slow
 def test_a_round_runs_once_a_failure_keeps_what_came_before_and_r2_goes_on(
     project: Path, flows: Flows, prefect_home: str
 ) -> None:
