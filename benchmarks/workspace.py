@@ -40,7 +40,7 @@ def create(folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
         yaml.dump(pipeline, file)
     shutil.copyfile(ROOT / "dvc.yaml", folder / "dvc.yaml")
     (folder / "world.txt").write_text(f"{pipeline['data']['world']}\n", encoding="utf-8")
-    (folder / ".dvcignore").write_text(".scratch\nmlartifacts\n", encoding="utf-8")
+    (folder / ".dvcignore").write_text("__pycache__\n.scratch\nmlartifacts\n", encoding="utf-8")
     if not (folder / ".dvc").is_dir():
         run(folder, "dvc", "init", "--no-scm", "--quiet")
         run(folder, "dvc", "config", "core.analytics", "false")

@@ -53,7 +53,6 @@ def rows(decision: dict[str, Any]) -> list[list[str]]:
                 _number(entry.get("proxy_mean"), "+.3f"),
                 _number(entry.get("gold_mean"), "+.3f"),
                 _number(entry.get("kl_nats"), ".2f"),
-                _number(entry.get("length_mean"), ".1f"),
                 win,
                 _decision_words(entry, decision),
             ]
@@ -61,7 +60,7 @@ def rows(decision: dict[str, Any]) -> list[list[str]]:
     return table
 
 
-HEADINGS = ["candidate", "proxy", "gold", "KL nats", "length", "win rate [95 %]", "decision"]
+HEADINGS = ["candidate", "proxy", "gold", "KL nats", "win rate [95 %]", "decision"]
 
 
 def print_report(
@@ -134,8 +133,8 @@ def _further(pipeline: Pipeline, round: str, folder: str | Path) -> list[str]:
         "python -m flows ui                    the curves and the flow in the browser; then open",
     ]
     found = links(pipeline, round, folder=folder)
-    words = {"candidates": "candidates' curves", "metric": "one metric, large", "round": "the gate"}
-    lines += [f"    {words[name]}: {url}" for name, url in found.items() if name != "metric"]
+    words = {"candidates": "candidates, judged", "training": "training curves", "round": "the gate"}
+    lines += [f"    {words[name]}: {url}" for name, url in found.items() if name in words]
     return lines
 
 

@@ -408,7 +408,10 @@ class PreferenceCandidate(_Candidate):
     def _parts_fit(self) -> PreferenceCandidate:
         _check_divides("micro_batch_size", self.micro_batch_size, "batch_size", self.batch_size)
         if self.label_smoothing and self.loss != "sigmoid":
-            raise ValueError(f"label_smoothing is not used by loss={self.loss}; set it to 0.0")
+            raise ValueError(
+                f"label_smoothing={self.label_smoothing:g} is not used by loss={self.loss}; "
+                "set it to 0.0"
+            )
         if not self.learns_from.endswith("/preferences"):
             raise ValueError("learns_from of kind=preference names pairs, like r1/preferences")
         return self

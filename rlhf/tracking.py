@@ -306,7 +306,8 @@ def tag_outputs(pipeline: Pipeline, round: str, folder: str | Path = ".") -> Non
 def links(pipeline: Pipeline, round: str, ui: str = UI, folder: str | Path = ".") -> dict[str, str]:
     """Addresses worth opening.
 
-    `candidates` (overlaid curves), `metric` (one of them, large) and `round` (the gate).
+    `candidates` (every candidate judged along its path, overlaid), `metric` (one of these curves,
+    large), `training` (the training curves, overlaid) and `round` (the gate).
 
     Only what the round has is returned: nothing before its first run was sent to MLflow.
     """
@@ -319,22 +320,15 @@ def links(pipeline: Pipeline, round: str, ui: str = UI, folder: str | Path = "."
         and state.get("experiment") == pipeline.project
     ]
     found: dict[str, str] = {}
-    policies = [state for state in states if state["kind"] == "policy"]
-    if policies:
-        experiment = policies[0]["experiment_id"]
-        where = " and ".join(
-            f"tags.`rlhf.{tag}` = '{value}'"
-            for tag, value in (("round", round), ("kind", "policy"), ("current", "true"))
-        )
-        found["candidates"] = (
-            f"{ui}/#/experiments/{experiment}/runs?workflowType=machine_learning"
-            f"&compareRunsMode=CHART&searchFilter={quote(where, safe='')}"
-        )
-        metric = _telling_metric([state["curves"] for state in policies])
-        if metric is not None:
-            found["metric"] = _metric_link(
-                ui, experiment, [state["run_id"] for state in policies], metric
-            )
+    for name, kind in (("candidates", "evaluation"), ("training", "policy")):
+        overlaid = [state for state in states if state["kind"] == kind]
+        if overlaid:
+            found[name] = _charts_link(ui, overlaid[0]["experiment_id"], round, kind)
+    judged = [state for state in states if state["kind"] == "evaluation"]
+    metric = _telling_metric([state["curves"] for state in judged]) if judged else None
+    if metric is not None:
+        run_ids = [state["run_id"] for state in judged]
+        found["metric"] = _metric_link(ui, judged[0]["experiment_id"], run_ids, metric)
     for state in states:
         if state["kind"] == "round":
             found["round"] = f"{ui}/#/experiments/{state['experiment_id']}/runs/{state['run_id']}"
@@ -1033,6 +1027,18 @@ def _telling_metric(curves: Iterable[Sequence[str]]) -> str | None:
             if word in name:
                 return name
     return shared[0] if shared else None
+
+
+def _charts_link(ui: str, experiment: str, round: str, kind: str) -> str:
+    """The runs of one kind in a round as overlaid line charts."""
+    where = " and ".join(
+        f"tags.`rlhf.{tag}` = '{value}'"
+        for tag, value in (("round", round), ("kind", kind), ("current", "true"))
+    )
+    return (
+        f"{ui}/#/experiments/{experiment}/runs?workflowType=machine_learning"
+        f"&compareRunsMode=CHART&searchFilter={quote(where, safe='')}"
+    )
 
 
 def _metric_link(ui: str, experiment: str, run_ids: Sequence[str], metric: str) -> str:

@@ -127,7 +127,8 @@ def _manifest(source: Path) -> dict[str, Any]:
             rule="the file or directory that holds your data, so that changes are noticed",
             mend="correct the path in pipeline.yaml",
         )
-    files = sorted(p for p in source.rglob("*") if p.is_file()) if source.is_dir() else [source]
+    found = source.rglob("*") if source.is_dir() else [source]
+    files = sorted(p for p in found if p.is_file() and "__pycache__" not in p.parts)
     return {"files": [{"path": p.as_posix(), "sha256": _sha256(p)} for p in files]}
 
 

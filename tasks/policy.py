@@ -98,7 +98,9 @@ class Job:
         self.tracked, self.checkpoints = tracked, checkpoints
         self.seed = pipeline.seed_for("policy", name)
         self.policy = load_policy(incoming, device)
-        self.reference = load_policy(incoming, device).eval().requires_grad_(False)
+        # Not requires_grad_(False): torch multiplies frozen weights another way, which rounds another
+        # way, and the KL at the start would not be 0. Nothing here runs the reference under autograd.
+        self.reference = load_policy(incoming, device).eval()
 
 
 def reinforce(job: Job, candidate: config.RlCandidate) -> dict[str, float]:
@@ -233,7 +235,8 @@ def _probe(job: Job) -> dict[str, float]:
         )
     sequences = Sequences.from_rows(prompts, [c.ids for c in completions], job.codec.pad_id)
     sequences = sequences.to(job.device)
-    found = divergence(job.policy, job.reference, sequences, model, batch_size=NUM_PROBES)
+    with job.clock("scoring"):
+        found = divergence(job.policy, job.reference, sequences, model, batch_size=NUM_PROBES)
     return {
         "policy/kl_nats": float(found.kl.mean()),
         "policy/length_tokens": float(sequences.lengths.float().mean()),

@@ -36,7 +36,8 @@ def run(pipeline: config.Pipeline) -> None:
     codec = TextCodec(tokenizer, pipeline.model)
     with clock("data"):
         train, heldout = _read(common.TABLES, codec)
-    model = load_base(pipeline.model, tokenizer, pipeline.seed_for("sft", "weights")).to(device)
+    model = load_base(pipeline.model, tokenizer, pipeline.seed_for("sft", "weights"))
+    model.to(device)  # type: ignore[arg-type]
     train, heldout = train.to(device), heldout.to(device)
 
     lengths = train.attention_mask.sum(1).tolist()

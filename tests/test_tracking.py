@@ -245,11 +245,12 @@ def test_output_hashes_and_links(pipeline: config.Pipeline, folder: Path) -> Non
     for key, name, kind in (
         ("policy@r1-ppo", "r1/ppo", "policy"),
         ("policy@r1-grpo", "r1/grpo", "policy"),
+        ("evaluate@r1-ppo", "r1/ppo evaluation", "evaluation"),
         ("promote@r1", "r1", "round"),
     ):
         with start(pipeline, folder, key=key, name=name, kind=kind) as run:
-            if kind == "policy":
-                run.metrics({"policy/kl_nats": 1.0, "policy/proxy_mean": 1.0}, 0)
+            if kind != "round":
+                run.metrics({f"{kind}/kl_nats": 1.0, f"{kind}/proxy_mean": 1.0}, 0)
     (folder / "dvc.lock").write_text(
         textwrap.dedent("""\
             schema: '2.0'
@@ -266,11 +267,13 @@ def test_output_hashes_and_links(pipeline: config.Pipeline, folder: Path) -> Non
     assert by_name["r1/ppo"].data.tags["dvc.md5"] == "0123456789abcdef0123456789abcdef.dir"
     assert "dvc.md5" not in by_name["r1/grpo"].data.tags
     found = tracking.links(pipeline, "r1", folder=folder)
-    assert set(found) == {"candidates", "metric", "round"}
-    assert by_name["r1/ppo"].info.run_id in found["metric"]
+    assert set(found) == {"candidates", "training", "metric", "round"}
+    assert by_name["r1/ppo evaluation"].info.run_id in found["metric"]
     assert "proxy_mean" in found["metric"]
     assert by_name["r1"].info.run_id in found["round"]
-    assert "/runs?workflowType=machine_learning&compareRunsMode=CHART&" in found["candidates"]
+    for name, kind in (("candidates", "evaluation"), ("training", "policy")):
+        assert "/runs?workflowType=machine_learning&compareRunsMode=CHART&" in found[name]
+        assert f"kind%60%20%3D%20%27{kind}%27" in found[name]
 
 
 STAGE = """

@@ -95,15 +95,16 @@ class PreferenceTrainer:
         )
 
     def _logps(self, policy: PreTrainedModel, part: Sequences) -> Tensor:
-        """(B,) log-prob of each whole response, nats."""
-        return masked_sum(logprobs_of(policy, part, self.model), part.response_mask, dim=1)
+        """(B,) log-prob of each whole response, nats; float64, so that padding does not change a sum."""
+        return masked_sum(logprobs_of(policy, part, self.model).double(), part.response_mask, dim=1)
 
     def _all_logps(self, policy: PreTrainedModel, sequences: Sequences) -> Tensor:
-        """(B,), summed batch by batch as training does: another width rounds another way."""
-        result = torch.zeros(len(sequences), device=sequences.prompt_ids.device)
+        """(B,), batch by batch as training does."""
+        device = sequences.prompt_ids.device
+        result = torch.zeros(len(sequences), dtype=torch.float64, device=device)
         with torch.no_grad():
             for rows in by_length(sequences, self.settings.micro_batch_size):
-                result[rows] = self._logps(policy, sequences.select(rows)).float()
+                result[rows] = self._logps(policy, sequences.select(rows))
         return result
 
     def _preflight(self) -> None:

@@ -70,6 +70,15 @@ def test_reasons_after_a_run(project: Path) -> None:
     ]
     path.write_text(text)
 
+    # The folder of data.source may hold the gold program: what labels and judges with it reruns.
+    world = project / "rlhf/worlds/reviews/world.txt"
+    before = world.read_text()
+    world.write_text("another gold")
+    plan = by_name(make_plan())
+    for name in ("data", "preferences@r1", "evaluate@r1-ppo"):
+        assert "input rlhf/worlds/reviews changed" in plan[name].reasons
+    world.write_text(before)
+
     shutil.rmtree(project / "runs/r1/reward_model")
     (project / "runs/r0/promoted/made.txt").write_text("tampered")
     plan = by_name(make_plan())

@@ -94,7 +94,7 @@ def write_data(folder: Path) -> None:
             "response": list(DEMONSTRATIONS.values()),
         }
     ).to_parquet(mine / "demonstrations.parquet")
-    shutil.copyfile(Path(__file__).with_name("brevity.py"), folder / "brevity.py")
+    shutil.copyfile(Path(__file__).with_name("brevity.py"), mine / "gold.py")
 
 
 def change(pipeline: dict[str, Any]) -> None:
@@ -122,7 +122,7 @@ def change(pipeline: dict[str, Any]) -> None:
             "rejected": "rejected",
         },
     }
-    pipeline["gold"] = {"kind": "program", "path": "brevity"}
+    pipeline["gold"] = {"kind": "program", "path": "mine.gold"}
     pipeline["resources"]["threads"] = dict.fromkeys(pipeline["resources"]["threads"], 1)
     slow = {"learning_rate": 1.0e-5, "warmup_steps": 0}
     pipeline["sft"] |= {**slow, "epochs": 1, "batch_size": 12, "micro_batch_size": 4}
@@ -131,7 +131,7 @@ def change(pipeline: dict[str, Any]) -> None:
         "num_groups": 4,
         "num_heldout_groups": 3,
         "samples_per_prompt": 2,
-        "temperature": 1.0,
+        "temperature": 0.8,
         "sampling_batch_size": 16,
     }
     first["preferences"]["labeler"]["noise"] = 0.1
@@ -165,6 +165,7 @@ def change(pipeline: dict[str, Any]) -> None:
         "choose_samples_per_prompt": 1,
         "report_samples_per_prompt": 1,
         "final_samples_per_prompt": 2,
+        "temperature": 0.8,
         "sampling_batch_size": 16,
         "num_bootstrap": 100,
         "num_shown": 4,
