@@ -331,7 +331,8 @@ def links(pipeline: Pipeline, round: str, ui: str = UI, folder: str | Path = "."
         found["metric"] = _metric_link(ui, judged[0]["experiment_id"], run_ids, metric)
     for state in states:
         if state["kind"] == "round":
-            found["round"] = f"{ui}/#/experiments/{state['experiment_id']}/runs/{state['run_id']}"
+            address = f"{ui}/#/experiments/{state['experiment_id']}/runs/{state['run_id']}"
+            found["round"] = f"{address}?workflowType=machine_learning"
     return found
 
 

@@ -49,7 +49,7 @@ def run(pipeline: config.Pipeline, name: str) -> None:
         key=f"evaluate@{name}",
         round=candidate.round,
         kind="evaluation",
-        name=f"{candidate.round}/{name.split('-', 1)[1]} evaluation",
+        name=f"{candidate.round}/{name.split('-', 1)[1]}",
         algorithm=candidate.algorithm,
         params={"evaluation": settings.model_dump(), "candidate": name, "seed": pipeline.seed},
     ) as tracked:
@@ -139,23 +139,23 @@ def _samples(settings: config.Evaluation, split: str, *, ends: bool) -> int:
     return settings.final_samples_per_prompt if ends else settings.report_samples_per_prompt
 
 
+CURVES = {
+    "eval/gold": "gold_mean",
+    "eval/proxy": "proxy_mean",
+    "eval/kl_nats": "kl_nats",
+    "eval/win_rate": "win_rate",
+    "eval_text/length_tokens": "length_mean",
+    "eval_text/entropy_nats": "entropy_nats",
+    "eval_text/ended_fraction": "ended_fraction",
+}
+"""Names on the charts and columns of the table: the same for every algorithm, so that candidates overlay."""
+
+
 def _curve(row: dict[str, Any]) -> dict[str, float]:
-    """The same names for every algorithm, so that candidates overlay."""
-    names = [
-        "proxy_mean",
-        "gold_mean",
-        "kl_nats",
-        "win_rate",
-        "length_mean",
-        "entropy_nats",
-        "ended_fraction",
-    ]
-    names += [key for key in row if key.startswith("gold/")]
-    return {
-        f"evaluation/{key.replace('gold/', 'gold_')}": float(row[key])
-        for key in names
-        if row[key] is not None
-    }
+    """One point of every curve; the parts of gold are a section of their own."""
+    parts = {key: key for key in row if key.startswith("gold/")}
+    named = {**CURVES, **parts}
+    return {name: float(row[key]) for name, key in named.items() if row[key] is not None}
 
 
 def _shown(before: pd.DataFrame, after: pd.DataFrame, book: PromptBook, count: int) -> pd.DataFrame:

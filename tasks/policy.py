@@ -43,7 +43,7 @@ def run(pipeline: config.Pipeline, name: str) -> None:
             key=f"policy@{name}",
             round=candidate.round,
             kind="policy",
-            name=f"{candidate.round}/{name.split('-', 1)[1]}",
+            name=f"{candidate.round}/{name.split('-', 1)[1]} training",
             algorithm=candidate.algorithm,
             params={"candidate": candidate.model_dump(by_alias=True), "seed": pipeline.seed},
         ) as tracked,

@@ -51,6 +51,8 @@ def run(pipeline: config.Pipeline, name: str) -> None:
             with artifacts.temporary_file(Path(".scratch") / f"{row['candidate']}.png") as copy:
                 shutil.copyfile(figure, copy)
                 tracked.figure(copy)
+        for key in pipeline.candidates_of(name):
+            tracked.dataset(_evaluations(name, key) / "evaluations.parquet", key, "evaluation")
         tracked.note(_note(decision, rows))
         tracking.register_champion(pipeline, name, out, _gate_metrics(rows, decision["promoted"]))
     tracking.tag_outputs(pipeline, name)

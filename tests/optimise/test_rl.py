@@ -310,8 +310,13 @@ def test_kl_in_the_reward_lowers_each_token_by_what_is_to_come(temperature: floa
     kl = {"where": "reward", "estimator": "k1", "coef": 0.3}
     policy, reference = tiny.llama(0), tiny.llama(1)
     settings = two_by_four(advantage="reinforce", kl=kl, temperature=temperature)
-    experience = experience_of(make(settings, policy=policy, reference=reference))
+    trainer = make(settings, policy=policy, reference=reference)
+    experience = experience_of(trainer)
     old, ref = logprob_rows(policy, temperature), logprob_rows(reference, temperature)
+    # The loss has no term for it: at ratio 1 it is minus the mean advantage.
+    rows, mask = list(range(8)), experience.sequences.response_mask
+    loss = trainer._policy_loss(experience, rows, trainer._denominator(experience, rows)).loss
+    close(loss.detach(), -experience.advantages[mask].mean())
     for i in range(8):
         close(rows_of(experience.old_logprobs, experience)[i], old[i])
         close(rows_of(experience.ref_logprobs, experience)[i], ref[i])

@@ -58,6 +58,10 @@ def test_log_probs_are_those_of_teacher_forcing(
     found = draw(model, prompts, temperature=temperature)
     assert any(c.ended for c in found)
     assert len({len(c.ids) for c in found}) > 2
+    for completion in found:  # the end token ends the answer, and nothing else does
+        assert completion.ended == (completion.ids[-1] == tiny.EOS)
+        assert tiny.EOS not in completion.ids[:-1]
+        assert completion.ended or len(completion.ids) == 12
     assert mismatch(model, prompts, found, temperature) < 1e-4
     other = 0.7 if temperature == 1.0 else 1.0
     assert mismatch(model, prompts, found, other) > 0.05
@@ -90,7 +94,11 @@ def always(next_token: Callable[[int], int]) -> PreTrainedModel:
     return model
 
 
-def test_end_token_is_counted_once_and_included() -> None:
+@pytest.mark.parametrize("compact_below", [0.0, 0.8, 1.1])
+def test_end_token_is_counted_once_and_included(
+    compact_below: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampler, "COMPACT_BELOW", compact_below)
     # 9 is followed by 8, ... 4 by 3, 3 by the end token.
     model = always(lambda token: token - 1 if token > 3 else tiny.EOS)
     prompts = [[9], [12, 4], [6, 6, 6], [3]]

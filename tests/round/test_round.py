@@ -141,7 +141,7 @@ def test_mlflow_holds_a_flat_run_per_stage(finished_round: Path) -> None:
         ).fetchone()
         shared = database.execute(
             "select r.name, count(distinct m.key) from metrics m join runs r on m.run_uuid = r.run_uuid "
-            "where m.key in ('evaluation/proxy_mean', 'evaluation/gold_mean', 'evaluation/kl_nats') "
+            "where m.key in ('eval/proxy', 'eval/gold', 'eval/kl_nats') "
             "group by r.name"
         ).fetchall()
         champion = database.execute("select alias from registered_model_aliases").fetchall()
@@ -149,13 +149,14 @@ def test_mlflow_holds_a_flat_run_per_stage(finished_round: Path) -> None:
         "r0/sft",
         "r1/preferences",
         "r1/reward_model",
+        "r1/ppo training",
         "r1/ppo",
         "r1/grpo",
         "r1/dpo",
         "r1",
     } <= names
     assert parents == (0,)
-    assert sorted(shared) == [(f"r1/{name} evaluation", 3) for name in ("dpo", "grpo", "ppo")]
+    assert sorted(shared) == [(f"r1/{name}", 3) for name in ("dpo", "grpo", "ppo")]
     assert champion == [("champion",)]
 
 
