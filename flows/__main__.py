@@ -223,6 +223,7 @@ def _explain(state: object) -> str:
 
 def _stay(processes: list[subprocess.Popen[bytes]]) -> None:
     """Until Ctrl-C, or until one of them ends."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started us with &
     try:
         while all(process.poll() is None for process in processes):
             time.sleep(0.3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from ruamel.yaml import YAML
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -27,8 +29,9 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from rlhf import artifacts, config, contracts
+from rlhf import artifacts, config, contracts, labelers
 from rlhf.errors import BadInput
+from rlhf.rewards.gold import load_gold
 from tasks import data, evaluate, policy, preferences, promote, reward_model, sft
 
 ROOT = Path(__file__).parents[2]
@@ -246,7 +249,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracking_store: str
     yield tmp_path
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(False)
-    sys.modules.pop("formats_gold", None)
+    for name in [n for n in sys.modules if n.split(".")[0] in ("formats_gold", "mine")]:
+        del sys.modules[name]
 
 
 def run_round(pipeline: config.Pipeline) -> None:
@@ -496,3 +500,30 @@ def test_settings_that_transformers_refuses_to_save_are_mended(project: Path) ->
     saved = AutoModelForCausalLM.from_pretrained("runs/r0/promoted", local_files_only=True)
     assert saved.generation_config.do_sample
     assert saved.generation_config.eos_token_id == [own.eos_token_id]
+
+
+# --- the page about it ----------------------------------------------------------------------------
+
+
+def test_the_examples_of_the_page_work(project: Path) -> None:
+    text = (ROOT / "docs/data.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```(\w+)\n(.*?)```", text, re.S)
+    first = next(body for kind, body in blocks if kind == "yaml")
+    raw = config.read_yaml(ROOT / "pipeline.yaml") | YAML(typ="safe", pure=True).load(first)
+    assert config.parse(raw).gold == config.Gold(kind="program", path="mine.gold")
+
+    programs = [body for kind, body in blocks if kind == "python"]
+    Path("mine").mkdir()
+    Path("mine/gold.py").write_text(programs[0])
+    Path("mine/labels.py").write_text(programs[1])
+    gold = load_gold(config.Gold(kind="program", path="mine.gold"))
+    scores = gold.score(["q", "q"], ["one two", "a b c d e f g h"], [False, True])
+    assert scores["total"].tolist() == [-0.75, 0.5]
+    labeler = labelers.build(
+        config.ProgramLabeler(kind="program", path="mine.labels.compare"), None, 0
+    )
+    sides = [
+        labelers.Answers(["1"], ["short"], [True]),
+        labelers.Answers(["2"], ["longer"], [True]),
+    ]
+    assert labeler.label(["q"], *sides) == ["first"]
