@@ -126,6 +126,7 @@ def ui(
     from flows import server
     from rlhf import config, tracking
 
+    _heed_ctrl_c()
     pipeline = config.load("pipeline.yaml")
     uri = tracking.tracking_uri(pipeline.tracking.uri, Path.cwd())
     processes: list[subprocess.Popen[bytes]] = []
@@ -161,6 +162,7 @@ def server_command() -> None:
     """Start this project's Prefect server until Ctrl-C."""
     from flows import server
 
+    _heed_ctrl_c()
     url = server.running_url()
     if url:
         raise StageFailed(f"a server of this project runs already at {url}")
@@ -183,6 +185,7 @@ def worker() -> None:
     from flows import server
     from flows.plan import check_workspace
 
+    _heed_ctrl_c()
     check_workspace()
     url = os.environ.get("PREFECT_API_URL") or server.configured_url() or server.running_url()
     if not url:
@@ -200,7 +203,6 @@ def worker() -> None:
         "PREFECT_WORKER_QUERY_SECONDS": os.environ.get("PREFECT_WORKER_QUERY_SECONDS", "1"),
     }
     server.Server(url).wait(20)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a worker that ignores it never stops
     prefect = [sys.executable, "-m", "prefect", "--no-prompt"]
     pool = ["work-pool", "create", "roundhouse", "--type", "process", "--overwrite"]
     for words in (pool, ["deploy", "--all"]):
@@ -221,9 +223,13 @@ def _explain(state: object) -> str:
     return str(getattr(state, "message", None) or "the flow did not complete")
 
 
+def _heed_ctrl_c() -> None:
+    """Let Ctrl-C end this process and those it starts, also where a shell began it with `&` and SIGINT ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def _stay(processes: list[subprocess.Popen[bytes]]) -> None:
     """Until Ctrl-C, or until one of them ends."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started us with &
     try:
         while all(process.poll() is None for process in processes):
             time.sleep(0.3)
