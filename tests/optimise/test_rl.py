@@ -202,6 +202,23 @@ def test_same_seed_same_weights_other_seed_others() -> None:
     assert not all(torch.equal(found[0][k], found[2][k]) for k in found[0])
 
 
+def test_the_seed_and_the_rollout_decide_the_answers() -> None:
+    """One prompt, so that its order says nothing."""
+
+    def answers_of(trainer: RlTrainer) -> list[list[int]]:
+        sequences = trainer.collect().sequences
+        return [
+            row[mask].tolist()
+            for row, mask in zip(sequences.response_ids, sequences.response_mask, strict=True)
+        ]
+
+    one, again, other = (make(prompts=[[5]], seed=seed) for seed in (0, 0, 1))
+    first = answers_of(one)
+    assert answers_of(again) == first
+    assert answers_of(other) != first
+    assert answers_of(one) != first  # the next rollout
+
+
 # --- checks before the first update ---
 
 
