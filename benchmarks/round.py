@@ -140,9 +140,7 @@ def main() -> None:
         )
         print(table(rows))
         share = busy(rows, wall)
-        print(
-            f"\nsampling, training or scoring in some stage: {share:.0%} of the wall time"
-        )
+        print(f"\nsampling, training or scoring in some stage: {share:.0%} of the wall time")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

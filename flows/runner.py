@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -244,10 +244,8 @@ def end_trees(pids: list[int], grace: float = _SECONDS_TO_CHECKPOINT) -> None:
 def _signal(process: object, name: str) -> None:
     import psutil
 
-    try:
+    with suppress(psutil.NoSuchProcess):
         getattr(process, name)()
-    except psutil.NoSuchProcess:
-        pass
 
 
 def tail_of(log: Path, lines: int = _NUM_TAIL_LINES) -> list[str]:

@@ -17,7 +17,7 @@ from rlhf.worlds.reviews import write_tokenizer
 from tasks import data as stage
 
 ROOT = Path(__file__).parents[2]
-WORDS = "camera battery good bad nice fine great the is a".split()
+WORDS = ["camera", "battery", "good", "bad", "nice", "fine", "great", "the", "is", "a"]
 Edit = Callable[[dict[str, Any]], object]
 
 
