@@ -227,6 +227,7 @@ def _probe(job: Job) -> dict[str, float]:
             job.policy,
             prompts,
             max_new_tokens=model.max_response_tokens,
+            dtype=model.dtype,
             temperature=1.0,
             eos_id=job.codec.eos_id,
             pad_id=job.codec.pad_id,

@@ -99,6 +99,7 @@ def _sample(
                 policy,
                 prompts,
                 max_new_tokens=pipeline.model.max_response_tokens,
+                dtype=pipeline.model.dtype,
                 temperature=settings.temperature,
                 eos_id=codec.eos_id,
                 pad_id=codec.pad_id,

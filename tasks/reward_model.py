@@ -220,6 +220,7 @@ def _reference(
         policy,
         prompts,
         max_new_tokens=pipeline.model.max_response_tokens,
+        dtype=pipeline.model.dtype,
         temperature=1.0,
         eos_id=codec.eos_id,
         pad_id=codec.pad_id,

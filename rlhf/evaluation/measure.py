@@ -66,6 +66,7 @@ def measure(
             policy,
             prompts,
             max_new_tokens=model.max_response_tokens,
+            dtype=model.dtype,
             temperature=evaluation.temperature,
             eos_id=codec.eos_id,
             pad_id=codec.pad_id,

@@ -130,6 +130,7 @@ class RlTrainer:
                 self.policy,
                 prompts,
                 max_new_tokens=self.model.max_response_tokens,
+                dtype=self.model.dtype,
                 temperature=s.temperature,
                 eos_id=self.codec.eos_id,
                 pad_id=self.codec.pad_id,

@@ -37,6 +37,7 @@ def sample(
     pad_id: int,
     seed: int,
     batch_size: int,
+    dtype: str = "float32",
     on_batch: Callable[[int, int], None] | None = None,
 ) -> list[Completion]:
     """One answer to each prompt, by ancestral sampling at a temperature; the result keeps the order.
@@ -49,6 +50,7 @@ def sample(
         eos_id: ends an answer. pad_id: fills; it is never attended to.
         seed: fixes the answers, together with the prompts, their order and `batch_size`.
         batch_size: answers in flight at once.
+        dtype: float32, or bfloat16 to compute in it over float32 weights, as training does.
         on_batch: called after each batch with (answers done, tokens sampled in the batch).
 
     Returns: one Completion per prompt, at least one token each.
@@ -65,15 +67,16 @@ def sample(
     for start in range(0, len(order), batch_size):
         rows = order[start : start + batch_size]
         ids, mask = pad([prompts[i] for i in rows], pad_id, side="left")
-        completions = _sample_batch(
-            model,
-            ids.to(device),
-            mask.to(device),
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            eos_id=eos_id,
-            generator=generator,
-        )
+        with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+            completions = _sample_batch(
+                model,
+                ids.to(device),
+                mask.to(device),
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                eos_id=eos_id,
+                generator=generator,
+            )
         results.update(zip(rows, completions, strict=True))
         if on_batch is not None:
             on_batch(len(results), sum(len(c.ids) for c in completions))

@@ -184,3 +184,19 @@ def test_mode_is_put_back_and_dropout_never_samples(training: bool) -> None:
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(ValueError, match="empty prompt"):
         draw(tiny.llama(), [[5], []])
+
+
+def test_bfloat16_samples_from_nearly_the_same_policy() -> None:
+    model = tiny.llama()
+    prompts = [[3, 4, 5], [6, 7]] * 8
+    options = {"max_new_tokens": 6, "temperature": 1.0, "eos_id": 1, "pad_id": 0, "seed": 0}
+    exact = sample(model, prompts, batch_size=16, **options)
+    rough = sample(model, prompts, batch_size=16, dtype="bfloat16", **options)
+    first = [
+        (a.logprobs[0], b.logprobs[0])
+        for a, b in zip(exact, rough, strict=True)
+        if a.ids[0] == b.ids[0]
+    ]
+    assert len(first) >= 8
+    assert max(abs(a - b) for a, b in first) < 0.1
+    assert any(a != b for a, b in first)
