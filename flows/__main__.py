@@ -126,7 +126,6 @@ def ui(
     from flows import server
     from rlhf import config, tracking
 
-    _heed_ctrl_c()
     pipeline = config.load("pipeline.yaml")
     uri = tracking.tracking_uri(pipeline.tracking.uri, Path.cwd())
     processes: list[subprocess.Popen[bytes]] = []
@@ -162,7 +161,6 @@ def server_command() -> None:
     """Start this project's Prefect server until Ctrl-C."""
     from flows import server
 
-    _heed_ctrl_c()
     url = server.running_url()
     if url:
         raise StageFailed(f"a server of this project runs already at {url}")
@@ -185,7 +183,6 @@ def worker() -> None:
     from flows import server
     from flows.plan import check_workspace
 
-    _heed_ctrl_c()
     check_workspace()
     url = os.environ.get("PREFECT_API_URL") or server.configured_url() or server.running_url()
     if not url:
@@ -223,11 +220,6 @@ def _explain(state: object) -> str:
     return str(getattr(state, "message", None) or "the flow did not complete")
 
 
-def _heed_ctrl_c() -> None:
-    """Let Ctrl-C end this process and those it starts, also where a shell began it with `&` and SIGINT ignored."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 def _stay(processes: list[subprocess.Popen[bytes]]) -> None:
     """Until Ctrl-C, or until one of them ends."""
     try:
@@ -250,6 +242,8 @@ def main() -> None:
     A message instead of a traceback, 2 for bad input, 1 for failed work.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what runs is ended in both cases
+    # A shell that starts us with & has SIGINT ignored, in us and in all we start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         app(standalone_mode=False)
     except (BadInput, StageFailed) as error:
