@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from flows import environment
-from rlhf.errors import BadInput, StageFailed
+from rlhf.errors import BadInput, StageFailed, explain
 
 environment.prepare()
 
@@ -28,15 +28,17 @@ app = typer.Typer(
     help="Declarative rounds of RLHF: check, plan, run and look.",
 )
 
+_CTRL_C = 130
 RoundOption = Annotated[str | None, typer.Option("--round", help="Like r1; default: the last one.")]
 
 
 @app.command()
 def validate() -> None:
-    """Check pipeline.yaml and prefect.yaml; every problem is named at once."""
+    """Check pipeline.yaml; every problem is named at once."""
     from rlhf import config
 
     pipeline = config.load("pipeline.yaml")
+    config.check_files(pipeline)
     rounds, candidates = len(pipeline.rounds), len(pipeline.candidates)
     print(f"pipeline.yaml is valid: {rounds} round(s), {candidates} candidate(s)")
 
@@ -83,10 +85,13 @@ def run(round: RoundOption = None) -> None:
         prefect_server = server.for_run()
         try:
             session.start_ahead()
-            from flows.round import rlhf_round  # imports prefect while the first stage runs
+            from flows.round import rlhf_round, send_logs  # imports prefect while a stage runs
 
             prefect_server.wait()
-            state = rlhf_round(session.round, return_state=True)
+            try:
+                state = rlhf_round(session.round, return_state=True)
+            finally:
+                send_logs()
             prefect_server.ask_to_stop()
             session.display.close()
             if not state.is_completed():
@@ -245,20 +250,18 @@ def main() -> None:
     # A shell that starts us with & has SIGINT ignored, in us and in all we start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        app(standalone_mode=False)
-    except (BadInput, StageFailed) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except typer.Exit as error:
-        sys.exit(error.exit_code)
-    except (KeyboardInterrupt, typer.Abort):
-        print("stopped; finished stages are kept, run again to go on", file=sys.stderr)
-        sys.exit(1)
-    except Exception as error:
-        if not hasattr(error, "show"):  # the command line's own errors know how to show themselves
-            raise
-        error.show()
-        sys.exit(getattr(error, "exit_code", 2))
+        # Typer returns the code of an exit instead of raising it, and makes 130 of Ctrl-C.
+        code = app(standalone_mode=False) or 0
+        if code == _CTRL_C:
+            raise KeyboardInterrupt
+        sys.exit(code)
+    except (Exception, KeyboardInterrupt) as error:
+        if hasattr(error, "show"):  # the command line's own errors know how to show themselves
+            error.show()
+            sys.exit(getattr(error, "exit_code", 2))
+        message, code = explain(error)
+        print(f"error: {message}" if isinstance(error, Exception) else message, file=sys.stderr)
+        sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -61,7 +61,9 @@ class Display:
         """A stage starts."""
         with self._mutex:
             self._names.setdefault(name, time.monotonic())
-            if self._progress is not None and name not in self._files:
+            if self._progress is None:
+                self.console.print(f"{name:<26} starts", style="dim", highlight=False)
+            elif name not in self._files:
                 task = self._progress.add_task(name, total=None, count="", numbers="")
                 self._files[name] = (progress_file, task)
 

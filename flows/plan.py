@@ -12,9 +12,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf import config
 from rlhf.errors import BadInput
 
 if TYPE_CHECKING:
+    from dvc.exceptions import DvcException
     from dvc.repo import Repo
     from dvc.stage import PipelineStage
 
@@ -105,13 +107,38 @@ def make_plan(target: str | None = None, folder: str | Path = ".") -> list[Stage
             mend="wait until it has finished (a round may be running), then try again",
         ) from None
     except DvcException as error:
-        raise BadInput(_first_words(error), where="dvc.yaml", mend="dvc stage list") from None
+        raise _unreadable(error) from None
+
+
+def _unreadable(error: DvcException) -> BadInput:
+    """DVC's complaint with its cause, the file it is about, and how to get that file back."""
+    from dvc.config import ConfigError
+
+    cause = error.__cause__
+    words = _first_words(error) + (f": {_first_words(cause)}" if cause is not None else "")
+    where = os.path.normpath(getattr(error, "path", None) or "dvc.yaml")
+    if isinstance(error, ConfigError):
+        where = ".dvc/config"
+    return BadInput(
+        words,
+        where=where,
+        mend=f"correct the file, or take the last committed one: git checkout {where}",
+    )
 
 
 def _make(repo: Repo, target: str | None) -> list[Stage]:
     import networkx
 
     graph = repo.index.graph  # edges lead from a stage to what it depends on
+    rounds = config.read_yaml(Path(repo.root_dir) / "pipeline.yaml").get("rounds") or {}
+    absent = {f"promote@{name}" for name in rounds} - {stage.addressing for stage in graph}
+    if absent:
+        raise BadInput(
+            f"no stage {', '.join(sorted(absent))}",
+            where="dvc.yaml",
+            rule="every round of pipeline.yaml ends with its stage promote",
+            mend="take the last committed file: git checkout dvc.yaml",
+        )
     if target is not None:
         found = [stage for stage in graph if stage.addressing == target]
         if not found:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
+import os
+import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from rlhf.artifacts import read_json, remake
 from rlhf.config import Pipeline
 from rlhf.errors import BadInput
 from rlhf.tracking import links
@@ -27,16 +30,28 @@ def read_decision(round: str, folder: str | Path = ".") -> dict[str, Any]:
             where=str(path),
             mend=f"python -m flows run --round {round}",
         )
-    content = json.loads(path.read_text(encoding="utf-8"))
-    assert isinstance(content, dict)
+    content = read_json(path)
+    if not isinstance(content, dict) or not isinstance(content.get("candidates"), list):
+        raise BadInput(
+            "not a decision",
+            where=str(path),
+            rule="as promote writes it",
+            mend=f"make it again: dvc repro promote@{round}",
+        )
     return content
 
 
 def verdict(decision: dict[str, Any]) -> str:
     """One line: who was promoted and why."""
     promoted = decision.get("promoted")
-    who = f"promoted {promoted}" if _is_candidate(decision) else f"kept {promoted or 'the policy'}"
+    who = f"promoted {promoted}" if _is_candidate(decision) else "promoted nothing"
     return f"{who}: {decision.get('reason', '')}".rstrip(": ")
+
+
+def legend(decision: dict[str, Any]) -> str:
+    """What the columns are measured on."""
+    metric = decision.get("gate", {}).get("metric", "the gate's metric")
+    return f"On report prompts, KL in nats; `choose` is {metric} on choose prompts, which ranks."
 
 
 def rows(decision: dict[str, Any]) -> list[list[str]]:
@@ -46,21 +61,22 @@ def rows(decision: dict[str, Any]) -> list[list[str]]:
         low, high = entry.get("win_rate_lower"), entry.get("win_rate_upper")
         win = _number(entry.get("win_rate"), ".2f")
         if low is not None and high is not None:
-            win += f" [{_number(low, '.2f')}, {_number(high, '.2f')}]"
+            win += f" [{_number(low, '.2f')},{_number(high, '.2f')}]"
         table.append(
             [
                 str(entry.get("candidate", "")),
-                _number(entry.get("proxy_mean"), "+.3f"),
-                _number(entry.get("gold_mean"), "+.3f"),
+                _number(entry.get("proxy_mean"), "+.2f"),
+                _number(entry.get("gold_mean"), "+.2f"),
                 _number(entry.get("kl_nats"), ".2f"),
                 win,
+                _number(entry.get("rank_score"), "+.2f"),
                 _decision_words(entry, decision),
             ]
         )
     return table
 
 
-HEADINGS = ["candidate", "proxy", "gold", "KL nats", "win rate [95 %]", "decision"]
+HEADINGS = ["candidate", "proxy", "gold", "KL", "win rate [95 %]", "choose", "decision"]
 
 
 def print_report(
@@ -77,6 +93,7 @@ def print_report(
         table.add_row(*row, style="bold green" if chosen else "")
     console.print()
     console.print(table)
+    console.print(legend(decision), style="dim", markup=False, highlight=False)
     console.print(verdict(decision), markup=False, highlight=False)
     _print_samples(decision, round, Path(folder), console)
     console.print("\nLook further:", style="bold")
@@ -96,6 +113,7 @@ def markdown(pipeline: Pipeline, round: str, folder: str | Path = ".") -> str:
         "|---" + "|---:" * (len(HEADINGS) - 2) + "|---|",
     ]
     lines += ["| " + " | ".join(row) + " |" for row in rows(decision)]
+    lines += ["", legend(decision)]
     found = links(pipeline, round, folder=folder)
     if found:
         lines += ["", *(f"- [{name} in MLflow]({url})" for name, url in found.items())]
@@ -114,28 +132,51 @@ def _print_samples(decision: dict[str, Any], round: str, folder: Path, console: 
         return
     import pyarrow.parquet
 
+    try:
+        shown = pyarrow.parquet.read_table(path).slice(0, _NUM_SHOWN).to_pylist()
+    except pyarrow.ArrowException as error:
+        raise BadInput(
+            f"not readable as Parquet: {error}",
+            where=str(path),
+            mend=f"make it again: {remake(path)}",
+        ) from error
     console.print(f"\nBefore and after ({name}):", style="bold")
-    for row in pyarrow.parquet.read_table(path).slice(0, _NUM_SHOWN).to_pylist():
-        console.print(f"  prompt  {_short(row['prompt'])}", markup=False, highlight=False)
+    for row in shown:
+        texts = {"prompt": ("", row["prompt"])}
         for column in ("before", "after"):
             gold = _number(row.get(f"gold_{column}"), "+.2f")
-            console.print(
-                f"  {column:<7} [gold {gold}] {_short(row[column])}", markup=False, highlight=False
+            texts[column] = (f"[gold {gold}] " if gold else "", row[column])
+        for name, (mark, text) in texts.items():
+            line = textwrap.fill(
+                f"  {name:<7} {mark}{_short(text)}", console.width, subsequent_indent=" " * 10
             )
+            console.print(line, markup=False, highlight=False)
         console.print()
 
 
 def _further(pipeline: Pipeline, round: str, folder: str | Path) -> list[str]:
+    programs = _programs()
     lines = [
-        f"python -m flows report --round {round}     this page again",
-        "python -m flows plan                  what would run now, and why",
-        "dvc metrics show                      every stage's numbers",
-        "python -m flows ui                    the curves and the flow in the browser; then open",
+        f"{'runs/' + round + '/promoted':<45} the promoted policy, a transformers directory",
+        f"{'runs/' + round + '/evaluations/*/over_optimisation.png':<45} proxy and gold against KL",
+        f"{'runs/' + round + '/metrics/decision.json':<45} the decision, with every number",
+        f"{programs + 'python -m flows report --round ' + round:<45} this page again",
+        f"{programs + 'python -m flows plan':<45} what would run now, and why",
+        f"{programs + 'python -m flows ui':<45} MLflow and Prefect in the browser; then open",
     ]
     found = links(pipeline, round, folder=folder)
     words = {"candidates": "candidates, judged", "training": "training curves", "round": "the gate"}
-    lines += [f"    {words[name]}: {url}" for name, url in found.items() if name in words]
+    lines += [f"  {words[name]}: {url}" for name, url in found.items() if name in words]
     return lines
+
+
+def _programs() -> str:
+    """How the environment's programs are called from here: `.venv/bin/`, or nothing when it is active."""
+    folder = Path(sys.executable).parent
+    if str(folder) in os.environ.get("PATH", "").split(os.pathsep):
+        return ""
+    shown = os.path.relpath(folder)
+    return f"{folder if shown.startswith('..') else shown}/"
 
 
 def _incoming(decision: dict[str, Any]) -> dict[str, Any]:

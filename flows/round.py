@@ -20,6 +20,7 @@ environment.prepare()
 from prefect import flow, task  # noqa: E402
 from prefect.artifacts import create_markdown_artifact  # noqa: E402
 from prefect.cache_policies import NO_CACHE  # noqa: E402
+from prefect.logging.handlers import APILogWorker  # noqa: E402
 from prefect.runtime import flow_run  # noqa: E402
 from prefect.states import Cancelled, Completed, Failed, State  # noqa: E402
 from prefect.task_runners import ThreadPoolTaskRunner  # noqa: E402
@@ -86,14 +87,18 @@ def rlhf_round(round: str | None = None, folder: str = ".") -> State[Any]:
         return Completed(message=_publish(session))
 
 
+def send_logs() -> None:
+    """Let Prefect's server have every line before it is ended."""
+    APILogWorker.drain_all(timeout=5)
+
+
 def _run(plan: list[Stage], session: Session) -> None:
     """Submit every stage behind those it depends on, and wait for all."""
     futures: dict[str, Any] = {}
     for stage in plan:
         before = [futures[name] for name in stage.after]
-        futures[stage.name] = run_stage.submit(  # type: ignore[call-overload]
-            stage.name, wait_for=before
-        )
+        named = run_stage.with_options(name=stage.name)  # what its page shows while it waits
+        futures[stage.name] = named.submit(stage.name, wait_for=before)  # type: ignore[call-overload]
     for future in futures.values():
         future.wait()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -11,11 +12,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlhf.errors import StageFailed
 from rlhf.lifeline import OWNERS_VARIABLE, ident
 from rlhf.progress import PROGRESS_VARIABLE
 from rlhf.tracking import FLOW_RUN_VARIABLES, FORWARDER_VARIABLE
+
+if TYPE_CHECKING:
+    import psutil
 
 LOGS = Path(".scratch/logs")
 PROGRESS = Path(".scratch/progress")
@@ -199,8 +204,9 @@ class Runner:
             return Outcome(name, True, seconds, log)
         why = f"took longer than {self.timeout:g} s" if late else "failed"
         shown = os.path.relpath(log, self.folder)
-        tail = "\n".join(f"    {line}" for line in tail_of(log))
-        return Outcome(name, False, seconds, log, f"{name} {why}; the end of {shown}:\n{tail}")
+        return Outcome(
+            name, False, seconds, log, f"{name} {why}; the end of {shown}:\n{end_of(log)}"
+        )
 
     def _environment(self, name: str, device: str | None) -> dict[str, str]:
         owners = [ident(os.getpid())]
@@ -235,10 +241,31 @@ def end_trees(pids: list[int], grace: float = _SECONDS_TO_CHECKPOINT) -> None:
             continue
     for member in members:
         _signal(member, "terminate")
-    _, left = psutil.wait_procs(members, timeout=grace)
+    left = _outlasting(members, grace)
     for member in left:
         _signal(member, "kill")
-    psutil.wait_procs(left, timeout=5)
+    _outlasting(left, 5)
+
+
+def _outlasting(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """Those that still run after so many seconds.
+
+    Looks without reaping, as psutil's own wait would: who started a process learns its exit code.
+    """
+    import psutil
+
+    def runs(process: psutil.Process) -> bool:
+        try:
+            return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:
+            return False
+
+    end = time.monotonic() + seconds
+    left = [process for process in processes if runs(process)]
+    while left and time.monotonic() < end:
+        time.sleep(0.05)
+        left = [process for process in left if runs(process)]
+    return left
 
 
 def _signal(process: object, name: str) -> None:
@@ -246,6 +273,13 @@ def _signal(process: object, name: str) -> None:
 
     with suppress(psutil.NoSuchProcess):
         getattr(process, name)()
+
+
+def end_of(log: Path, lines: int = _NUM_TAIL_LINES) -> str:
+    """The last lines of a log, indented; of an empty one, the likely reason: a full disk leaves no log."""
+    free = shutil.disk_usage(log.parent).free // 2**20
+    found = tail_of(log, lines) or [f"(empty; {free} MB of disk are left)"]
+    return "\n".join(f"    {line}" for line in found)
 
 
 def tail_of(log: Path, lines: int = _NUM_TAIL_LINES) -> list[str]:

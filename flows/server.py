@@ -14,6 +14,7 @@ import urllib.request
 from pathlib import Path
 
 from flows import environment
+from flows.runner import end_of
 from rlhf.errors import StageFailed
 from rlhf.lifeline import OWNERS_VARIABLE, alive, ident
 from rlhf.progress import write_json
@@ -48,7 +49,10 @@ class Server:
         end = time.monotonic() + seconds
         while not _answers(f"{self.url}/health"):
             if self._process is not None and self._process.poll() is not None:
-                raise StageFailed(f"Prefect's server did not start; see {self._log}")
+                raise StageFailed(
+                    f"the server did not start; the end of {self._log}:\n"
+                    f"{end_of(Path(self._log), 8)}"
+                )
             if time.monotonic() > end:
                 raise StageFailed(
                     f"Prefect's server at {self.url} does not answer\n"

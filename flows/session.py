@@ -96,7 +96,7 @@ def open_session(round: str | None = None, folder: str | Path = ".") -> Iterator
     folder = Path(folder).resolve()
     check_workspace(folder)
     path = folder / "pipeline.yaml"
-    config.load(path)
+    config.check_files(config.load(path), folder)
     with ExitStack() as stack:
         stack.enter_context(workspace_lock(folder))
         if round is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import errno
+import glob
 import json
 import math
 import os
@@ -13,20 +13,22 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf.errors import BadInput, StageFailed
-
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+from rlhf.errors import BadInput, StageFailed, disk_problem
 
 
 @contextlib.contextmanager
 def write_directory(path: str | Path) -> Iterator[Path]:
     """A new directory to fill; renamed onto `path` on success, removed on failure.
 
-    What was at `path` stays until the new directory is complete, and is then replaced.
+    What was at `path` stays until the new directory is complete, and is then replaced. One process
+    at a time writes a path.
     """
     path = Path(path)
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        for ending in ("new", "old"):  # of a process that was killed
+            for left in path.parent.glob(f".{glob.escape(path.name)}.*.{ending}"):
+                shutil.rmtree(left, ignore_errors=True)
         new = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".new", dir=path.parent))
         try:
             new.chmod(0o777 & ~_umask())
@@ -78,18 +80,13 @@ def disk_errors(path: str | Path) -> Iterator[None]:
     """Turn "disk full" and "not allowed to write" into StageFailed: what, where, mend."""
     try:
         yield
-    except OSError as error:
-        if error.errno in _FULL:
-            raise StageFailed(
-                f"{path}: the disk is full; nothing was changed there\n"
-                "  mend: free some space (dvc gc --workspace removes old outputs), then run again"
-            ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise StageFailed(
-                f"{path}: not allowed to write here ({error.strerror})\n"
-                "  mend: make the directory writable, then run again"
-            ) from error
-        raise
+    except Exception as error:
+        problem = disk_problem(error)
+        if problem is None or isinstance(error, (BadInput, StageFailed)):
+            raise
+        raise StageFailed(
+            f"{path}: {problem[0]}; nothing was changed there\n  mend: {problem[1]}"
+        ) from error
 
 
 def remake(path: str | Path) -> str:
@@ -101,6 +98,8 @@ def remake(path: str | Path) -> str:
             break
     else:
         return "dvc repro"
+    if inside[2:] == ("metrics", "decision.json"):
+        return f"dvc repro promote@{inside[1]}"
     if inside[0] == "data" or inside[:3] == ("runs", "r0", "preferences"):
         return "dvc repro data"
     if len(inside) >= 3 and inside[1] == "r0":

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import importlib.util
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -498,6 +500,52 @@ class Pipeline(Section):
 def load(path: str | Path = "pipeline.yaml") -> Pipeline:
     """Read and check a pipeline file. Raises ConfigError with every problem in it."""
     return parse(read_yaml(path), str(path))
+
+
+def check_files(pipeline: Pipeline, folder: str | Path = ".") -> None:
+    """What the configuration names must be there, before anything is computed.
+
+    Files and directories by their path from the project's folder; modules must be found, and are not
+    run. Raises ConfigError with everything that is missing.
+    """
+    problems = list(_missing_files(pipeline, Path(folder)))
+    named = [("data.world", pipeline.data.world)]
+    named.append(("gold.path", pipeline.gold.path if pipeline.gold is not None else None))
+    for name, declared in pipeline.rounds.items():
+        labeler = declared.preferences.labeler
+        if isinstance(labeler, ProgramLabeler):  # the last part is a function of the module
+            key = f"rounds.{name}.preferences.labeler.path"
+            named.append((key, labeler.path.rpartition(".")[0] or labeler.path))
+    problems += [
+        f"{key}={module}: no such module; write its import path as seen from the project's folder"
+        for key, module in named
+        if module is not None and not _module_exists(module, Path(folder))
+    ]
+    if problems:
+        raise ConfigError(str(Path(folder) / "pipeline.yaml"), problems)
+
+
+def _missing_files(pipeline: Pipeline, folder: Path) -> Iterator[str]:
+    data = pipeline.data
+    if not (folder / data.source).exists():
+        yield f"data.source={data.source}: no such file or directory; name your data"
+    if data.world is not None:
+        return  # the world writes the tables
+    for key in ("demonstrations", "prompts", "preferences"):
+        table = getattr(data, key)
+        if isinstance(table, FileTable) and not (folder / table.path).is_file():
+            yield f"data.{key}.path={table.path}: no such file; correct the path"
+
+
+def _module_exists(name: str, folder: Path) -> bool:
+    """Whether an import would find the module, from the project's folder or the environment."""
+    sys.path.insert(0, str(folder.resolve()))
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+    finally:
+        sys.path.pop(0)
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:

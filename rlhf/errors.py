@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import traceback
+
 
 class BadInput(Exception):
     """Something the user gave is wrong: what, where, the rule, and the mend. Exit code 2."""
@@ -21,3 +24,54 @@ class StageFailed(Exception):
     """The input was fine and the work could not be done (disk full, non-finite loss, killed). Exit code 1."""
 
     exit_code = 1
+
+
+FULL = "the disk is full"
+_FULL_CODES = (errno.ENOSPC, errno.EDQUOT)
+_FULL_WORDS = ("No space left on device", "disk is full", "Disk quota exceeded")
+_OUT_OF_MEMORY = ("OutOfMemoryError", "can't allocate memory")  # torch's, on CUDA and on CPU
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+_MENDS = {
+    FULL: "free some space (dvc gc --workspace removes old outputs), then run again",
+    "not allowed to write": "make the folder writable, then run again",
+}
+
+
+def disk_problem(error: BaseException) -> tuple[str, str] | None:
+    """What is wrong with the disk and the mend, if that is what an error is about; else None.
+
+    Libraries written in other languages (safetensors, SQLite) say it in words of their own.
+    """
+    code = error.errno if isinstance(error, OSError) else None
+    if code in _FULL_CODES or any(words in str(error) for words in _FULL_WORDS):
+        return FULL, _MENDS[FULL]
+    if code in _FORBIDDEN:
+        return "not allowed to write", _MENDS["not allowed to write"]
+    return None
+
+
+def explain(error: BaseException) -> tuple[str, int]:
+    """What a command says at its end because of an error, and its exit code.
+
+    A fault that nobody foresaw keeps its traceback, above the message.
+    """
+    if isinstance(error, (BadInput, StageFailed)):
+        return str(error), error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped; finished stages are kept, run again to go on", 1
+    if isinstance(error, MemoryError) or any(words in repr(error) for words in _OUT_OF_MEMORY):
+        return "out of memory\n  mend: lower micro_batch_size", 1
+    problem = disk_problem(error)
+    if problem is not None:
+        name = getattr(error, "filename", None)
+        return f"{f'{name}: ' if name else ''}{problem[0]}\n  mend: {problem[1]}", 1
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}", 1
+    trace = "".join(traceback.format_exception(error))
+    kind = type(error).__name__
+    return (
+        f"{trace}unforeseen {kind}: {error}\n"
+        "  rule: a fault of the program, or of a file that something else has changed\n"
+        "  mend: `python -m flows plan` names changed outputs, `dvc repro` makes them again",
+        1,
+    )

@@ -113,7 +113,7 @@ class ProgramLabeler:
         _check_lengths(prompts, first, second)
         try:
             raw = list(self._function(list(prompts), first, second))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise self._bad(f"raised {type(error).__name__}: {error}") from error
         if len(raw) != len(prompts):
             raise self._bad(f"returned {len(raw)} labels for {len(prompts)} comparisons")

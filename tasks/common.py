@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from rlhf import config
-from rlhf.errors import BadInput, StageFailed
+from rlhf import artifacts, config
+from rlhf.errors import BadInput, explain
 
 log = logging.getLogger("roundhouse")
 
@@ -56,6 +57,7 @@ def main(
     """Run a stage as a program: exit code 0, 2 (bad input) or 1 (failure), one message either way."""
     quiet_libraries()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # half-written outputs are removed
     try:
         pipeline = config.load()
         if pipeline.gold is not None and not sees_gold:
@@ -63,15 +65,10 @@ def main(
 
             forbid(pipeline.gold.path)
         run(pipeline)
-    except (BadInput, StageFailed) as error:
-        sys.stderr.write(f"{stage}: {error}\n")
-        raise SystemExit(error.exit_code) from None
-    except OSError as error:
-        sys.stderr.write(f"{stage}: {error.strerror or error}: {error.filename or ''}\n")
-        raise SystemExit(1) from None
-    except MemoryError:
-        sys.stderr.write(f"{stage}: out of memory; mend: lower micro_batch_size\n")
-        raise SystemExit(1) from None
+    except (Exception, KeyboardInterrupt) as error:
+        message, code = explain(error)
+        sys.stderr.write(f"{stage}: {message}\n")
+        raise SystemExit(code) from None
     sys.stdout.flush()
 
 
@@ -99,10 +96,14 @@ def of_candidate(
     return pipeline.candidates[name]
 
 
-def need(path: Path, made_by: str) -> Path:
+def need(path: Path) -> Path:
     """The path if it exists, else BadInput that says which stage makes it."""
     if not path.exists():
+        command = artifacts.remake(path)
         raise BadInput(
-            "not there yet", where=str(path), rule=f"made by {made_by}", mend=f"dvc repro {made_by}"
+            "not there",
+            where=str(path),
+            rule=f"made by {command.removeprefix('dvc repro ')}",
+            mend=command,
         )
     return path

@@ -33,6 +33,7 @@ HELDOUT_GROUPS = 0.1
 
 def run(pipeline: config.Pipeline) -> None:
     """Make, read, check, limit, split and write."""
+    config.check_files(pipeline)
     data = pipeline.data
     _write_source(pipeline)
     sources = _read(data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -10,6 +11,7 @@ import pandas as pd
 from rlhf import artifacts, config, contracts, tracking
 from rlhf.data.book import PromptBook
 from rlhf.data.text import TextCodec, load_tokenizer
+from rlhf.errors import BadInput
 from rlhf.evaluation import plots
 from rlhf.evaluation.measure import Judges, measure, summarise
 from rlhf.models.policy import device_of, load_policy
@@ -26,14 +28,12 @@ def run(pipeline: config.Pipeline, name: str) -> None:
     clock = Clock(f"evaluate@{name}")
     candidate, settings = common.of_candidate(pipeline, name), pipeline.evaluation
     common.prepare_torch(pipeline.resources.threads.evaluate)
-    incoming = common.need(common.RUNS / candidate.from_ / "promoted", "the round before")
-    policies = common.need(common.RUNS / candidate.round / "policies" / name, f"policy@{name}")
-    rewards = common.need(
-        common.RUNS / candidate.round / "reward_model", f"reward_model@{candidate.round}"
-    )
+    incoming = common.need(common.RUNS / candidate.from_ / "promoted")
+    policies = common.need(common.RUNS / candidate.round / "policies" / name)
+    rewards = common.need(common.RUNS / candidate.round / "reward_model")
     device = device_of(pipeline.model)
     codec = TextCodec(load_tokenizer(pipeline.model, incoming), pipeline.model)
-    book = PromptBook(common.need(common.TABLES / "prompts.parquet", "data"), codec)
+    book = PromptBook(common.need(common.TABLES / "prompts.parquet"), codec)
     judges = Judges(
         Committee.load(rewards, codec, pipeline.model, device),
         load_gold(pipeline.gold) if pipeline.gold is not None else None,
@@ -41,7 +41,7 @@ def run(pipeline: config.Pipeline, name: str) -> None:
     reference = load_policy(incoming, device).eval()
     path = [
         {"checkpoint": INCOMING, "step": 0, "updates": 0},
-        *artifacts.read_json(policies / "checkpoints.json"),
+        *_checkpoints(policies / "checkpoints.json"),
     ]
     with tracking.stage_run(
         pipeline,
@@ -125,6 +125,29 @@ def run(pipeline: config.Pipeline, name: str) -> None:
     clock.write()
 
 
+def _checkpoints(path: Path) -> list[dict[str, Any]]:
+    """The candidate's path as its stage listed it, every directory there; else BadInput."""
+    found = artifacts.read_json(path)
+    kinds = {"checkpoint": str, "step": int, "updates": int}
+    if (
+        not isinstance(found, list)
+        or not found
+        or not all(
+            isinstance(point, dict) and all(isinstance(point.get(k), t) for k, t in kinds.items())
+            for point in found
+        )
+    ):
+        raise BadInput(
+            "not a list of checkpoints",
+            where=str(path),
+            rule=f"a list, not empty, of {{{', '.join(kinds)}}}",
+            mend=f"make it again: {artifacts.remake(path)}",
+        )
+    for point in found:
+        common.need(path.parent / point["checkpoint"])
+    return found
+
+
 def select(table: pd.DataFrame, rule: str) -> str:
     """The checkpoint that stands for the candidate, chosen on choose prompts only; never the incoming policy."""
     rows = table[(table["split"] == "choose") & (table["checkpoint"] != INCOMING)]
@@ -159,8 +182,10 @@ def _curve(row: dict[str, Any]) -> dict[str, float]:
 
 
 def _shown(before: pd.DataFrame, after: pd.DataFrame, book: PromptBook, count: int) -> pd.DataFrame:
-    """The first answer to each of the first prompts, before and after."""
-    first = before.groupby("prompt_id", sort=False).first().head(count)
+    """The first answer to prompts spread over the set, before and after."""
+    first = before.groupby("prompt_id", sort=False).first()
+    count = min(count, len(first))
+    first = first.iloc[[i * len(first) // count for i in range(count)]]
     last = after.groupby("prompt_id", sort=False).first().loc[first.index]
     return pd.DataFrame(
         {

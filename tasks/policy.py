@@ -31,10 +31,10 @@ def run(pipeline: config.Pipeline, name: str) -> None:
     clock = Clock(f"policy@{name}")
     candidate = common.of_candidate(pipeline, name)
     common.prepare_torch(pipeline.resources.threads.policy)
-    incoming = common.need(common.RUNS / candidate.from_ / "promoted", "the round before")
+    incoming = common.need(common.RUNS / candidate.from_ / "promoted")
     tokenizer = load_tokenizer(pipeline.model, incoming)
     codec = TextCodec(tokenizer, pipeline.model)
-    book = PromptBook(common.need(common.TABLES / "prompts.parquet", "data"), codec)
+    book = PromptBook(common.need(common.TABLES / "prompts.parquet"), codec)
     device = device_of(pipeline.model)
     with (
         tracking.stage_run(
@@ -106,9 +106,7 @@ class Job:
 def reinforce(job: Job, candidate: config.RlCandidate) -> dict[str, float]:
     """Sample, score, update. x of every curve is optimizer updates, the same for all candidates."""
     model = job.pipeline.model
-    source = common.need(
-        common.RUNS / candidate.learns_from, candidate.learns_from.split("/")[0] + " reward_model"
-    )
+    source = common.need(common.RUNS / candidate.learns_from)
     committee = Committee.load(source, job.codec, model, job.device)
     critic = None
     if candidate.value is not None:
@@ -163,10 +161,7 @@ def _critic(value: config.Value, committee: Committee, source: Path, job: Job) -
 
 def learn_from_pairs(job: Job, candidate: config.PreferenceCandidate) -> dict[str, float]:
     """Updates on the round's pairs; where training samples nothing, a small probe keeps the curves comparable."""
-    path = common.need(
-        common.RUNS / candidate.learns_from / "pairs.parquet",
-        f"preferences@{candidate.learns_from.split('/')[0]}",
-    )
+    path = common.need(common.RUNS / candidate.learns_from / "pairs.parquet")
     job.tracked.dataset(path, candidate.learns_from, "training")
     trainer = PreferenceTrainer(
         candidate,

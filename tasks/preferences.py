@@ -15,6 +15,7 @@ from rlhf.data.text import TextCodec, load_tokenizer
 from rlhf.errors import BadInput
 from rlhf.models.policy import device_of, load_policy
 from rlhf.progress import Clock, Progress
+from rlhf.rewards.gold import Gold, load_gold
 from rlhf.rollout import sample
 from tasks import common
 
@@ -25,12 +26,15 @@ def run(pipeline: config.Pipeline, name: str) -> None:
     declared = common.of_round(pipeline, name)
     settings, device = declared.preferences, device_of(pipeline.model)
     common.prepare_torch(pipeline.resources.threads.preferences)
-    source = common.need(
-        common.RUNS / declared.sample_from / "promoted", _maker(declared.sample_from)
-    )
+    source = common.need(common.RUNS / declared.sample_from / "promoted")
     codec = TextCodec(load_tokenizer(pipeline.model, source), pipeline.model)
-    book = PromptBook(common.need(common.TABLES / "prompts.parquet", "data"), codec)
+    book = PromptBook(common.need(common.TABLES / "prompts.parquet"), codec)
     policy = load_policy(source, device)
+    # Before sampling, which may take hours: their programs can be wrong.
+    gold = load_gold(pipeline.gold) if pipeline.gold is not None else None
+    labeler = labelers.build(
+        settings.labeler, pipeline.gold, pipeline.seed_for(name, "preferences", "labels")
+    )
 
     with tracking.stage_run(
         pipeline,
@@ -46,9 +50,9 @@ def run(pipeline: config.Pipeline, name: str) -> None:
             "seed": pipeline.seed,
         },
     ) as tracked:
-        samples = _sample(pipeline, name, book, policy, codec, clock)
+        samples = _sample(pipeline, name, book, policy, codec, gold, clock)
         with clock("scoring"):
-            pairs = _label(pipeline, name, samples)
+            pairs = _label(pipeline, name, samples, labeler)
         pairs = pd.concat([_carried(declared), pairs], ignore_index=True)
         _check(pairs, name)
         # Gold is for judging the reward model on held-out answers; training rows do not carry it.
@@ -72,6 +76,7 @@ def _sample(
     book: PromptBook,
     policy: PreTrainedModel,
     codec: TextCodec,
+    gold: Gold | None,
     clock: Clock,
 ) -> pd.DataFrame:
     """Answers to every group's prompt, `samples_per_prompt` each; training groups first."""
@@ -125,13 +130,11 @@ def _sample(
             }
         )
     table = pd.DataFrame(rows)
-    if pipeline.gold is not None:
-        from rlhf.rewards.gold import load_gold
-
-        gold = load_gold(pipeline.gold).score(
+    if gold is not None:
+        scores = gold.score(
             table["prompt"].tolist(), table["response"].tolist(), table["ended"].tolist()
         )
-        table["gold"] = gold["total"].to_numpy()
+        table["gold"] = scores["total"].to_numpy()
     return table
 
 
@@ -144,12 +147,11 @@ def _spread(keys: list[str], count: int, seed: int) -> list[str]:
     return [keys[i] for i in chosen[:count]]
 
 
-def _label(pipeline: config.Pipeline, name: str, samples: pd.DataFrame) -> pd.DataFrame:
+def _label(
+    pipeline: config.Pipeline, name: str, samples: pd.DataFrame, labeler: labelers.Labeler
+) -> pd.DataFrame:
     """The declared pairs of each group, as the declared labeler judges them."""
     settings = pipeline.rounds[name].preferences
-    labeler = labelers.build(
-        settings.labeler, pipeline.gold, pipeline.seed_for(name, "preferences", "labels")
-    )
     first, second = [], []
     for _, indices in samples.groupby("group_id", sort=False).indices.items():
         for i, j in labelers.choose_pairs(settings.pairs, samples.iloc[indices]):
@@ -198,9 +200,7 @@ def _answers(side: pd.DataFrame) -> labelers.Answers:
 def _carried(declared: config.Round) -> pd.DataFrame:
     """The pairs of earlier rounds that this round also learns from."""
     path = common.RUNS / declared.from_ / "preferences" / "pairs.parquet"
-    earlier = contracts.read(
-        common.need(path, _maker(declared.from_, "preferences")), contracts.PAIRS
-    )
+    earlier = contracts.read(common.need(path), contracts.PAIRS)
     return earlier if declared.preferences.carry_over == "all" else earlier.iloc[:0]
 
 
@@ -235,13 +235,6 @@ def _summary(samples: pd.DataFrame, pairs: pd.DataFrame, name: str) -> dict[str,
         # What a reward model that always picks the better answer could reach on these labels.
         result["label_agreement_with_gold"] = float((heldout["gold_margin"] > 0).mean())
     return result
-
-
-def _maker(round_name: str, stage: str = "promote") -> str:
-    """The DVC stage that makes a round's policy or pairs."""
-    if round_name == "r0":
-        return "sft" if stage == "promote" else "data"
-    return f"{stage}@{round_name}"
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 
 from rlhf import artifacts, config, contracts, tracking
+from rlhf.errors import BadInput
 from rlhf.progress import Clock
 from tasks import common
 
@@ -18,7 +19,7 @@ def run(pipeline: config.Pipeline, name: str) -> None:
     """Reads the round's evaluations; writes runs/<round>/promoted and metrics/decision.json. Always decides."""
     clock = Clock(f"promote@{name}")
     declared = common.of_round(pipeline, name)
-    incoming = common.need(common.RUNS / declared.from_ / "promoted", "the round before")
+    incoming = common.need(common.RUNS / declared.from_ / "promoted")
     rows = [_row(pipeline, name, key, c) for key, c in pipeline.candidates_of(name).items()]
     decision = decide(pipeline.gate, rows, declared.from_) | {
         "round": name,
@@ -28,6 +29,11 @@ def run(pipeline: config.Pipeline, name: str) -> None:
     if decision["promoted"] is not None:
         best = next(row for row in rows if row["candidate"] == decision["promoted"])
         source = common.RUNS / name / "policies" / best["candidate"] / best["checkpoint"]
+        common.need(source)
+    figures = {
+        key: common.need(_evaluations(name, key) / "over_optimisation.png")
+        for key in pipeline.candidates_of(name)
+    }
     out = common.RUNS / name / "promoted"
     with tracking.stage_run(
         pipeline,
@@ -46,9 +52,8 @@ def run(pipeline: config.Pipeline, name: str) -> None:
         tracked.summary(_gate_metrics(rows, decision["promoted"]))
         tracked.table("candidates", rows)
         tracked.artifact(common.RUNS / name / "metrics" / "decision.json")
-        for row in rows:
-            figure = _evaluations(name, row["candidate"]) / "over_optimisation.png"
-            with artifacts.temporary_file(Path(".scratch") / f"{row['candidate']}.png") as copy:
+        for key, figure in figures.items():
+            with artifacts.temporary_file(Path(".scratch") / f"{key}.png") as copy:
                 shutil.copyfile(figure, copy)
                 tracked.figure(copy)
         for key in pipeline.candidates_of(name):
@@ -106,10 +111,10 @@ def _row(
     key: str,
     candidate: config.RlCandidate | config.PreferenceCandidate,
 ) -> dict[str, Any]:
-    path = common.need(_evaluations(round_name, key) / "evaluations.parquet", f"evaluate@{key}")
+    path = common.need(_evaluations(round_name, key) / "evaluations.parquet")
     table = contracts.read(path, contracts.EVALUATIONS)
-    selected = table[table["selected"]].set_index("split")
-    report, choose = selected.loc["report"], selected.loc["choose"]
+    selected = table[table["selected"]]
+    report, choose = (_only(selected, path, "selected", split) for split in ("report", "choose"))
     numbers = {
         name: None if pd.isna(report[name]) else float(report[name]) for name in config.METRICS
     }
@@ -133,9 +138,22 @@ def _incoming(round_name: str, start: str, rows: list[dict[str, Any]]) -> dict[s
     """The incoming policy's own numbers on report prompts, as every candidate's evaluation holds them."""
     path = _evaluations(round_name, rows[0]["candidate"]) / "evaluations.parquet"
     table = contracts.read(path, contracts.EVALUATIONS)
-    row = table[(table["checkpoint"] == "incoming") & (table["split"] == "report")].iloc[0]
+    row = _only(table[table["checkpoint"] == "incoming"], path, "incoming", "report")
     numbers = {n: None if pd.isna(row[n]) else float(row[n]) for n in config.METRICS}
     return {"candidate": f"incoming ({start})", "from": start, **numbers}
+
+
+def _only(rows: pd.DataFrame, path: Path, what: str, split: str) -> pd.Series[Any]:
+    """The one row of that split, or BadInput."""
+    found = rows[rows["split"] == split]
+    if len(found) != 1:
+        raise BadInput(
+            f"{len(found)} {what} checkpoints on {split} prompts",
+            where=str(path),
+            rule="an evaluation has one incoming and one selected checkpoint on either split",
+            mend=f"make it again: {artifacts.remake(path)}",
+        )
+    return found.iloc[0]
 
 
 def _evaluations(round_name: str, candidate: str) -> Path:

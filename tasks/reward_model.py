@@ -6,6 +6,7 @@ import argparse
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -18,6 +19,7 @@ from rlhf.algos.types import LossOutput
 from rlhf.data.batching import length_sorted_batches
 from rlhf.data.book import PromptBook
 from rlhf.data.text import TextCodec, load_tokenizer
+from rlhf.errors import BadInput
 from rlhf.evaluation import plots, statistics
 from rlhf.learner import Learner
 from rlhf.models.policy import device_of, load_policy, precision
@@ -46,12 +48,13 @@ def run(pipeline: config.Pipeline, name: str) -> None:
     declared = common.of_round(pipeline, name)
     settings, device = declared.reward_model, device_of(pipeline.model)
     common.prepare_torch(pipeline.resources.threads.reward_model)
-    incoming = common.need(common.RUNS / declared.from_ / "promoted", "the round before")
+    incoming = common.need(common.RUNS / declared.from_ / "promoted")
     tokenizer = load_tokenizer(pipeline.model, incoming)
     codec = TextCodec(tokenizer, pipeline.model)
-    book = PromptBook(common.need(common.TABLES / "prompts.parquet", "data"), codec)
-    path = common.need(common.RUNS / name / "preferences" / "pairs.parquet", f"preferences@{name}")
+    book = PromptBook(common.need(common.TABLES / "prompts.parquet"), codec)
+    path = common.need(common.RUNS / name / "preferences" / "pairs.parquet")
     pairs = contracts.read(path, contracts.PAIRS)
+    _check(pairs, name, path)
     groups = _groups(pairs[~pairs["heldout"]])
 
     with tracking.stage_run(
@@ -118,6 +121,23 @@ def run(pipeline: config.Pipeline, name: str) -> None:
         tracked.summary({f"reward_model_result/{k}": v for k, v in report.items() if v is not None})
         tracked.table("reliability", table.to_dict("records"))
     clock.write()
+
+
+def _check(pairs: pd.DataFrame, name: str, path: Path) -> None:
+    """Without a decided pair there is nothing to learn, without a held-out one of this round nothing to judge."""
+    decided = pairs[~pairs["tie"]]
+    own = decided["heldout"] & (decided["round"] == name)
+    for absent, word in (
+        (decided["heldout"].all(), "training"),
+        (not own.any(), f"held-out ({name})"),
+    ):
+        if absent:
+            raise BadInput(
+                f"no decided {word} pair",
+                where=str(path),
+                rule="a reward model learns from decided pairs and is judged on held-out ones",
+                mend=f"label more pairs, or make it again: {artifacts.remake(path)}",
+            )
 
 
 def _groups(pairs: pd.DataFrame) -> list[Group]:

@@ -173,7 +173,7 @@ def _update(
 
 def _read(tables: Path, codec: TextCodec) -> tuple[Sequences, Sequences]:
     """Training and held-out demonstrations as tokens; the end token is part of the response."""
-    book = PromptBook(common.need(tables / "prompts.parquet", "data"), codec)
+    book = PromptBook(common.need(tables / "prompts.parquet"), codec)
     table = contracts.read(tables / "demonstrations.parquet", contracts.DEMONSTRATIONS)
     parts = []
     for split in ("train", "heldout"):

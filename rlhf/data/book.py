@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlhf import contracts
+from rlhf.artifacts import remake
 from rlhf.data.text import TextCodec
 from rlhf.errors import BadInput
 
@@ -40,7 +41,14 @@ class PromptBook:
         return self._text[prompt_id]
 
     def tokens(self, prompt_id: str) -> list[int]:
-        """The prompt as every model reads it."""
+        """The prompt as every model reads it. BadInput if the book does not have it."""
+        if prompt_id not in self._text:
+            raise BadInput(
+                f"no prompt {prompt_id}",
+                where=str(self.path),
+                rule="every demonstration's and pair's prompt is in the book",
+                mend=f"make both tables again: {remake(self.path)}, then dvc repro",
+            )
         if prompt_id not in self._ids:
             self._ids[prompt_id] = self.codec.encode_prompt(
                 self._text[prompt_id], self._messages[prompt_id]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf import config
+from rlhf.artifacts import remake
 from rlhf.errors import BadInput
 
 if TYPE_CHECKING:
@@ -64,7 +65,9 @@ def load_tokenizer(model: config.Model, directory: Path | None = None) -> PreTra
             f"no tokenizer could be read: {type(error).__name__}: {problem}",
             where=f"{where}={name}",
             rule="a directory with tokenizer.json, a .gguf file, or a hub id like owner/name",
-            mend="correct the path"
+            mend=f"make it again: {remake(name)}"
+            if directory is not None
+            else "correct the path"
             if is_local
             else "correct the name, check the network, or download it and name the directory",
         ) from error

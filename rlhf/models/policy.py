@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 from rlhf import config
 from rlhf.algos.logprobs import response_outputs
+from rlhf.artifacts import remake
 from rlhf.errors import BadInput
 from rlhf.models.sequences import Sequences, position_ids
 
@@ -91,7 +92,9 @@ def load_base(model: config.Model, tokenizer: Any, seed: int) -> PreTrainedModel
 
 def load_policy(directory: Path, device: torch.device) -> PreTrainedModel:
     """A policy this pipeline saved. Weights stay float32; bfloat16 is a matter of autocast."""
-    return _load_directory(directory, dtype=torch.float32).to(device)  # type: ignore[arg-type]
+    with whole(directory):
+        loaded = _load_directory(directory, dtype=torch.float32)
+    return loaded.to(device)  # type: ignore[arg-type]
 
 
 def save_policy(model: PreTrainedModel, tokenizer: Any, directory: Path) -> None:
@@ -135,6 +138,23 @@ def precision(model: config.Model, device: torch.device) -> Iterator[None]:
             yield
     else:
         yield
+
+
+@contextlib.contextmanager
+def whole(directory: Path) -> Iterator[None]:
+    """What is wrong with a model directory of the pipeline's own, as one message with the stage that makes it."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:  # each reader raises kinds of its own
+        problem = str(error).split("\n")[0][:300]
+        raise BadInput(
+            f"the model cannot be read: {problem or type(error).__name__}",
+            where=str(directory),
+            rule="config.json and safetensors weights, as the stage wrote them",
+            mend=f"make it again: {remake(directory)}",
+        ) from error
 
 
 def _load_directory(path: Path, **arguments: Any) -> PreTrainedModel:

@@ -12,7 +12,7 @@ from transformers import AutoModel, PreTrainedModel
 
 from rlhf.algos.logprobs import response_outputs
 from rlhf.algos.masking import last_index
-from rlhf.models.policy import parameters_accepted
+from rlhf.models.policy import parameters_accepted, whole
 from rlhf.models.sequences import Sequences, position_ids
 
 HEAD_FILE = "head.safetensors"
@@ -31,12 +31,13 @@ class ScalarModel(nn.Module):
     @classmethod
     def from_directory(cls, directory: Path, device: torch.device) -> ScalarModel:
         """From a policy's directory (head at zero) or a saved scalar model (head as trained)."""
-        backbone = AutoModel.from_pretrained(
-            str(directory), local_files_only=True, use_safetensors=True, dtype=torch.float32
-        )
-        model = cls(backbone)
-        if (directory / HEAD_FILE).is_file():
-            model.head.load_state_dict(load_file(directory / HEAD_FILE))
+        with whole(directory):
+            backbone = AutoModel.from_pretrained(
+                str(directory), local_files_only=True, use_safetensors=True, dtype=torch.float32
+            )
+            model = cls(backbone)
+            if (directory / HEAD_FILE).is_file():
+                model.head.load_state_dict(load_file(directory / HEAD_FILE))
         return model.to(device)
 
     def save(self, directory: Path, tokenizer: Any) -> None:

@@ -44,21 +44,27 @@ class Committee:
     def load(
         cls, directory: Path, codec: TextCodec, model: config.Model, device: torch.device
     ) -> Committee:
-        scale = read_json(directory / SCALE_FILE)
-        for member in scale["members"]:
+        try:
+            listed = read_json(directory / SCALE_FILE)["members"]
+            scales = {str(m["name"]): (float(m["mean"]), float(m["std"])) for m in listed}
+        except (KeyError, TypeError, ValueError) as error:
+            raise BadInput(
+                f"not the committee's scale: {type(error).__name__} {error}",
+                where=str(directory / SCALE_FILE),
+                rule="members, each with name, mean and std",
+                mend=f"make it again: {remake(directory / SCALE_FILE)}",
+            ) from error
+        for name in scales:
             # Without its head a member would be read as an untrained one, and score 0.
-            if not (directory / member["name"] / HEAD_FILE).is_file():
+            if not (directory / name / HEAD_FILE).is_file():
                 raise BadInput(
                     "no such file",
-                    where=str(directory / member["name"] / HEAD_FILE),
+                    where=str(directory / name / HEAD_FILE),
                     rule=f"every member in {SCALE_FILE} has its head",
                     mend=remake(directory / SCALE_FILE),
                 )
-        members = [
-            ScalarModel.from_directory(directory / member["name"], device).eval()
-            for member in scale["members"]
-        ]
-        return cls(members, [(m["mean"], m["std"]) for m in scale["members"]], codec, model)
+        members = [ScalarModel.from_directory(directory / name, device).eval() for name in scales]
+        return cls(members, list(scales.values()), codec, model)
 
     @torch.inference_mode()
     def member_scores(

@@ -46,7 +46,7 @@ class Gold:
             )
         try:
             table = self._module.score(list(prompts), list(responses), [bool(e) for e in ended])
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise self._bad(f"score raised {type(error).__name__}: {error}") from error
         if not isinstance(table, pd.DataFrame):
             raise self._bad(f"score returned a {type(table).__name__}")
@@ -90,7 +90,7 @@ def import_module(path: str, *, where: str) -> types.ModuleType:
     """Import a user's module; whatever goes wrong in it is BadInput that names the path."""
     try:
         return importlib.import_module(path)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise BadInput(
             f"cannot be imported: {type(error).__name__}: {error}",
             where=f"{where}={path}",

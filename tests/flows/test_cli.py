@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 from conftest import child_environment
 
+from flows.report import read_decision
+from rlhf.errors import BadInput
+
 Flows = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -127,3 +130,12 @@ def test_an_unknown_command_is_exit_code_2(flows: Flows) -> None:
     result = flows("fly")
     assert result.returncode == 2
     assert "No such command" in result.stderr
+
+
+@pytest.mark.parametrize("content", ["x", "{}", "[]"])
+def test_a_damaged_decision_names_the_stage_that_makes_it(project: Path, content: str) -> None:
+    path = project / "runs/r1/metrics/decision.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    with pytest.raises(BadInput, match="dvc repro promote@r1"):
+        read_decision("r1", project)

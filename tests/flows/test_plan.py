@@ -96,3 +96,21 @@ def test_a_folder_that_is_not_ready_says_what_to_do(project: Path, missing: str,
     shutil.rmtree(place) if place.is_dir() else place.unlink()
     with pytest.raises(BadInput, match=mend):
         make_plan()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("dvc.lock", "{{{", "dvc.lock: .*corrupted"),
+        ("dvc.lock", "", r"dvc.lock: .*required key not provided @ data\['schema'\]"),
+        ("dvc.yaml", "stages: {data: {cmd: x, dep: [y]}}", r"dvc.yaml: .*\['data'\]\['dep'\]"),
+        ("dvc.yaml", "", "dvc.yaml: no stage promote@r1"),
+        (".dvc/config", "[core\n", ".dvc/config: .*line 1"),
+    ],
+)
+def test_a_damaged_file_of_dvc_is_named_with_its_fault(
+    project: Path, file: str, content: str, words: str
+) -> None:
+    (project / file).write_text(content)
+    with pytest.raises(BadInput, match=rf"{words}(?s:.*)git checkout {file}"):
+        make_plan()

@@ -114,7 +114,8 @@ def test_a_busy_checkout_is_refused_and_an_ended_flow_leaves_no_stage(
         cwd=project,
         env=child_environment(PREFECT_HOME=prefect_home, HOME=str(project)),
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
         start_new_session=True,
     )
     try:
@@ -124,7 +125,9 @@ def test_a_busy_checkout_is_refused_and_an_ended_flow_leaves_no_stage(
         assert busy.returncode == 1
         assert f"busy: held by pid {flow.pid}" in busy.stderr
         os.kill(flow.pid, signal.SIGINT)
-        flow.wait(timeout=60)
+        _, said = flow.communicate(timeout=60)
+        assert flow.returncode == 1
+        assert said == "stopped; finished stages are kept, run again to go on\n"
         _wait_until(lambda: not alive(stage), 5)
     finally:
         if flow.poll() is None:
