@@ -12,6 +12,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -538,14 +539,24 @@ def _missing_files(pipeline: Pipeline, folder: Path) -> Iterator[str]:
 
 
 def _module_exists(name: str, folder: Path) -> bool:
-    """Whether an import would find the module, from the project's folder or the environment."""
-    sys.path.insert(0, str(folder.resolve()))
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False
-    finally:
-        sys.path.pop(0)
+    """Whether an import would find the module, from the project's folder or the environment.
+
+    Nothing is imported, so the gold firewall of a training stage has nothing to refuse.
+    """
+    first, *rest = name.split(".")
+    spec = PathFinder.find_spec(first, [str(folder.resolve()), *sys.path])
+    if spec is None:
+        try:
+            spec = importlib.util.find_spec(first)  # an editable install has a finder of its own
+        except (ImportError, ValueError):
+            return False
+    parent = first
+    for part in rest:
+        if spec is None or spec.submodule_search_locations is None:
+            return False
+        parent = f"{parent}.{part}"
+        spec = PathFinder.find_spec(parent, list(spec.submodule_search_locations))
+    return spec is not None
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -566,3 +567,39 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(BadInput, match=r"no such file[\s\S]*change into the project's folder"):
         config.load(tmp_path / name)
+
+
+def test_files_and_modules_that_are_not_there_are_named_at_once(tmp_path: Path) -> None:
+    raw = config.read_yaml(ROOT / "pipeline.yaml")
+    raw["gold"]["path"] = "mine.gold"
+    raw["data"] |= {"source": "nowhere", "world": None, "world_options": {}}
+    raw["rounds"]["r1"]["preferences"]["labeler"] = {
+        "kind": "program",
+        "path": "mine.labels.choose",
+    }
+    pipeline = config.parse(raw)
+    with pytest.raises(config.ConfigError) as caught:
+        config.check_files(pipeline, tmp_path)
+    keys = [problem.split("=")[0] for problem in caught.value.problems]
+    assert keys == [
+        "data.source",
+        "data.demonstrations.path",
+        "data.prompts.path",
+        "gold.path",
+        "rounds.r1.preferences.labeler.path",
+    ]
+    for name in ("nowhere", "data/source/demonstrations.jsonl", "data/source/prompts.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "mine").mkdir()
+    for name in ("gold.py", "labels.py"):
+        (tmp_path / "mine" / name).write_text("raise RuntimeError('a check runs no user code')")
+    config.check_files(pipeline, tmp_path)
+
+
+def test_the_check_passes_where_gold_is_forbidden(tmp_path: Path) -> None:
+    code = (
+        "from rlhf import config; from rlhf.rewards.firewall import forbid;"
+        "p = config.load(); forbid(p.gold.path); config.check_files(p)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -23,8 +23,8 @@ def stub_dvc_yaml() -> str:
     declared = yaml.safe_load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))
     for name, stage in declared["stages"].items():
         body = stage.get("do", stage)
-        outputs = list(body.get("outs", []))
-        outputs += [next(iter(metric)) for metric in body.get("metrics", [])]
+        declared_outputs = [*body.get("outs", []), *body.get("metrics", [])]
+        outputs = [o if isinstance(o, str) else next(iter(o)) for o in declared_outputs]
         label = f"{name}@${{key}}" if "foreach" in stage else name
         body["cmd"] = f"python stub.py {label} {' '.join(outputs)}"
     return str(yaml.safe_dump(declared, sort_keys=False, width=1000))
