@@ -94,7 +94,7 @@ def hashes() -> dict[str, str]:
 
 def test_the_world_becomes_tables_with_the_same_bytes_each_time(project: Path) -> None:
     options = {"num_things": 2, "num_demonstrations": 60, "num_heldout": 10}
-    chosen = pipeline(data={"world_options": options})
+    chosen = pipeline(data={"source": ".", "world_options": options})
     stage.run(chosen)
     first = hashes()
     stage.run(chosen)
@@ -113,16 +113,17 @@ def test_the_world_becomes_tables_with_the_same_bytes_each_time(project: Path) -
     samples = contracts.read("runs/r0/preferences/samples.parquet", contracts.SAMPLES)
     assert len(samples) == 0
 
-    other = pipeline(data={"world_options": options})
+    other = pipeline(data={"source": ".", "world_options": options})
     stage.run(other.model_copy(update={"seed": 1}))
     assert hashes() != first
 
 
 def test_options_the_world_does_not_have_are_bad_input(project: Path) -> None:
     with pytest.raises(BadInput, match="no_such"):
-        stage.run(pipeline(data={"world_options": {"no_such": 1}}))
+        stage.run(pipeline(data={"source": ".", "world_options": {"no_such": 1}}))
+    absent = {"source": ".", "world": "no_such_world", "world_options": {}}
     with pytest.raises(BadInput, match=r"data\.world=no_such_world"):
-        stage.run(pipeline(data={"world": "no_such_world", "world_options": {}}))
+        stage.run(pipeline(data=absent))
     assert not Path("data/source").exists()
 
 
