@@ -6,6 +6,7 @@ Light commands import neither torch, mlflow nor prefect.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -77,6 +78,7 @@ def run(round: RoundOption = None) -> None:
     from flows.session import open_session
 
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
+    _show_warnings()
     with open_session(round) as session:
         if not session.anything_to_run:
             print(f"{session.round}: everything is up to date")
@@ -216,7 +218,7 @@ def worker() -> None:
     print("  prefect deployment run 'rlhf-round/default' -p round=r1", flush=True)
     process = subprocess.Popen([*prefect, "worker", "start", "--pool", "roundhouse"], env=environ)
     try:
-        _stay([process])
+        _stay([process], "the worker")
     finally:
         _end([process])
 
@@ -225,14 +227,20 @@ def _explain(state: object) -> str:
     return str(getattr(state, "message", None) or "the flow did not complete")
 
 
-def _stay(processes: list[subprocess.Popen[bytes]]) -> None:
+def _show_warnings() -> None:
+    """Our own warnings (MLflow does not answer) on standard error, though Prefect's console is silent."""
+    assert logging.lastResort is not None
+    logging.getLogger("rlhf").addHandler(logging.lastResort)
+
+
+def _stay(processes: list[subprocess.Popen[bytes]], what: str = "a server") -> None:
     """Until Ctrl-C, or until one of them ends."""
     try:
         while all(process.poll() is None for process in processes):
             time.sleep(0.3)
     except KeyboardInterrupt:
         return
-    raise StageFailed("a server ended by itself; see .scratch/logs")
+    raise StageFailed(f"{what} ended by itself; servers write to .scratch/logs")
 
 
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:

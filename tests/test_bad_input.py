@@ -196,7 +196,10 @@ def test_what_a_killed_stage_left_is_cleared_by_the_next(tmp_path: Path) -> None
         ("runs/r1/metrics/decision.json", "promote@r1"),
     ],
 )
-def test_what_is_absent_names_the_stage_that_makes_it(path: str, stage: str) -> None:
+def test_what_is_absent_names_the_stage_that_makes_it(
+    path: str, stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(
         BadInput, match=rf"{path}: not there\n.*made by {stage}\n.*dvc repro {stage}$"
     ):

@@ -139,3 +139,25 @@ def test_a_damaged_decision_names_the_stage_that_makes_it(project: Path, content
     path.write_text(content)
     with pytest.raises(BadInput, match="dvc repro promote@r1"):
         read_decision("r1", project)
+
+
+def test_our_warnings_are_seen_though_prefects_console_is_silent(project: Path) -> None:
+    program = """
+import logging, os
+os.environ["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = "CRITICAL"
+from flows import __main__ as command
+command._show_warnings()
+import prefect
+prefect.logging.configuration.setup_logging()
+logging.getLogger("rlhf.tracking").warning("MLflow does not answer")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=project,
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stderr.endswith("MLflow does not answer\n")

@@ -54,7 +54,15 @@ def test_a_stage_that_takes_too_long_is_ended_with_its_children(project: Path) -
     assert outcome is not None
     assert "took longer than 6 s" in outcome.message
     pid = int((project / "sleeping.pid").read_text())
-    assert not Path(f"/proc/{pid}").exists()
+    _wait_until(lambda: not _runs(pid), seconds=10)
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process is there and not merely waiting to be reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
 
 
 @pytest.mark.slow
