@@ -254,21 +254,28 @@ def main() -> None:
 
     A message instead of a traceback, 2 for bad input, 1 for failed work.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what runs is ended in both cases
+    asked: list[int] = []  # signals that ask us to stop; libraries may wrap what they interrupt
+
+    def stop(signum: int, frame: object) -> None:
+        asked.append(signum)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)  # what runs is ended in both cases
     # A shell that starts us with & has SIGINT ignored, in us and in all we start.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, stop)
     try:
         # Typer returns the code of an exit instead of raising it, and makes 130 of Ctrl-C.
         code = app(standalone_mode=False) or 0
-        if code == _CTRL_C:
+        if asked or code == _CTRL_C:
             raise KeyboardInterrupt
         sys.exit(code)
     except (Exception, KeyboardInterrupt) as error:
-        if hasattr(error, "show"):  # the command line's own errors know how to show themselves
+        if not asked and hasattr(error, "show"):  # the command line's own errors show themselves
             error.show()
             sys.exit(getattr(error, "exit_code", 2))
-        message, code = explain(error)
-        print(f"error: {message}" if isinstance(error, Exception) else message, file=sys.stderr)
+        message, code = explain(KeyboardInterrupt() if asked else error)
+        stopped = asked or isinstance(error, KeyboardInterrupt)
+        print(message if stopped else f"error: {message}", file=sys.stderr)
         sys.exit(code)
 
 
