@@ -64,6 +64,7 @@ def plan(
     for stage in stages:
         mark = "[bold yellow]run [/]" if stage.runs else "[green]keep[/]"
         console.print(f"{mark} {stage.name}")
+        console.print(f"       reads {', '.join(stage.inputs)}", style="dim", markup=False)
         for reason in stage.reasons:
             console.print(f"       {reason}", style="dim", markup=False)
     num = sum(stage.runs for stage in stages)
