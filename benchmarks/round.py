@@ -99,17 +99,14 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def busy(rows: list[dict[str, Any]], wall: float) -> float:
-    """Share of the wall time in which at least one stage sampled, trained or scored, from above.
-
-    Stages that ran side by side count once: a stage's work is placed at the end of its life, after its imports.
-    """
-    spans = sorted((row["begin"], row["end"]) for row in rows if "begin" in row)
-    covered, reach = 0.0, float("-inf")
+def covered(rows: list[dict[str, Any]], length: str) -> float:
+    """Seconds in which at least one stage was in its last `length` seconds; side by side counts once."""
+    spans = sorted((row["end"] - row[length], row["end"]) for row in rows)
+    total, reach = 0.0, float("-inf")
     for begin, end in spans:
-        covered += max(0.0, end - max(begin, reach))
+        total += max(0.0, end - max(begin, reach))
         reach = max(reach, end)
-    return covered / wall
+    return total
 
 
 def main() -> None:
@@ -123,15 +120,16 @@ def main() -> None:
     try:
         change = workspace.small if arguments.small else lambda pipeline: None
         workspace.create(folder, change)
+        workspace.run(folder, "git", "init", "--quiet")
         flow = (sys.executable, "-m", "flows", "run", "--round", "r1")
         command = ("dvc", "repro", "--quiet") if arguments.repro else flow
         wall, peak = timed(folder, *command)
         again, _ = timed(folder, "dvc", "repro", "--quiet")
         rows = stages(folder)
         for row in rows:
-            own = sum(row["seconds"].get(part, 0.0) for part in WORK)
+            # A stage works at the end of its life, after its imports.
+            row["work"] = sum(row["seconds"].get(part, 0.0) for part in WORK)
             row["end"] = (folder / ".scratch/timings" / f"{row['stage']}.json").stat().st_mtime
-            row["begin"] = row["end"] - own
         print(
             f"whole round: {wall:.1f} s by `{' '.join(command[-4:])}`; a second `dvc repro`: {again:.1f} s"
         )
@@ -139,8 +137,13 @@ def main() -> None:
             f"peak memory (PSS): {peak.alone:.0f} MB in one process, {peak.together:.0f} MB in all together\n"
         )
         print(table(rows))
-        share = busy(rows, wall)
-        print(f"\nsampling, training or scoring in some stage: {share:.0%} of the wall time")
+        work, alive = covered(rows, "work"), covered(rows, "total_seconds")
+        print(f"\nof {wall:.0f} s of wall time, side by side counted once:")
+        print(f"  {work / wall:4.0%}  some stage samples, trains or scores")
+        print(f"  {(alive - work) / wall:4.0%}  stages only import, read, write or draw")
+        print(
+            f"  {1 - alive / wall:4.0%}  no stage runs: planning, DVC's own work, Prefect, MLflow, the report"
+        )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
