@@ -20,6 +20,7 @@ from rlhf import artifacts, config, contracts
 from rlhf.data import readers
 from rlhf.data.text import TextCodec, load_tokenizer
 from rlhf.errors import BadInput
+from rlhf.progress import Clock
 from tasks import common
 
 log = logging.getLogger("roundhouse")
@@ -33,6 +34,7 @@ HELDOUT_GROUPS = 0.1
 
 def run(pipeline: config.Pipeline) -> None:
     """Make, read, check, limit, split and write."""
+    clock = Clock("data")
     config.check_files(pipeline)
     data = pipeline.data
     _write_source(pipeline)
@@ -71,6 +73,7 @@ def run(pipeline: config.Pipeline) -> None:
         len(pairs),
         len(ledger),
     )
+    clock.write()
 
 
 # --- sources --------------------------------------------------------------------------------------
