@@ -16,7 +16,7 @@ from torch import Tensor
 from rlhf import artifacts, config, contracts, tracking
 from rlhf.algos.reward_model_losses import bradley_terry_loss, pairwise_accuracy
 from rlhf.algos.types import LossOutput
-from rlhf.data.batching import length_sorted_batches
+from rlhf.data.batching import chunks, length_sorted_batches
 from rlhf.data.book import PromptBook
 from rlhf.data.text import TextCodec, load_tokenizer
 from rlhf.errors import BadInput
@@ -184,8 +184,7 @@ def _train(
     model.train()
     for epoch in range(settings.epochs):
         for rows in length_sorted_batches(lengths, settings.groups_per_batch, order):
-            size = settings.micro_batch_size
-            micro = [rows[i : i + size] for i in range(0, len(rows), size)]
+            micro = chunks(rows, settings.micro_batch_size)
             num_pairs = sum(len(groups[i].pairs) for i in rows)
 
             def share(part: list[int], num_pairs: int = num_pairs) -> LossOutput:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from rlhf import artifacts, config, contracts, tracking
 from rlhf.algos.masking import masked_sum, reduce
 from rlhf.algos.types import LossOutput
-from rlhf.data.batching import length_sorted_batches
+from rlhf.data.batching import chunks, length_sorted_batches
 from rlhf.data.book import PromptBook
 from rlhf.data.text import TextCodec, load_tokenizer
 from rlhf.errors import StageFailed
@@ -163,10 +163,9 @@ def _update(
         logprobs = logprobs_of(model, part, model_settings)
         return LossOutput(reduce(-logprobs, part.response_mask, denominator=num_tokens), {})
 
-    size = settings.micro_batch_size
-    chunks = [rows[i : i + size] for i in range(0, len(rows), size)]
+    parts = chunks(rows, settings.micro_batch_size)
     return learner.update(
-        ((float(len(chunk)), lambda chunk=chunk: share(chunk)) for chunk in chunks),  # type: ignore[misc]
+        ((float(len(part)), lambda part=part: share(part)) for part in parts),  # type: ignore[misc]
         name=f"demonstrations {sorted(rows)[:8]}",
     )
 

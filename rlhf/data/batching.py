@@ -30,6 +30,11 @@ def pad(
     return ids, mask
 
 
+def chunks(rows: list[int], size: int) -> list[list[int]]:
+    """The rows in order, `size` at a time; the last chunk may be shorter."""
+    return [rows[i : i + size] for i in range(0, len(rows), size)]
+
+
 def length_sorted_batches(
     lengths: Sequence[int], batch_size: int, generator: torch.Generator
 ) -> list[list[int]]:
@@ -44,7 +49,7 @@ def length_sorted_batches(
     shuffled = torch.randperm(len(lengths), generator=generator).tolist()
     full = len(shuffled) - len(shuffled) % batch_size
     ordered = sorted(shuffled[:full], key=lambda index: lengths[index])
-    batches = [ordered[i : i + batch_size] for i in range(0, full, batch_size)]
+    batches = chunks(ordered, batch_size)
     if full < len(shuffled):
         batches.append(shuffled[full:])
     order = torch.randperm(len(batches), generator=generator).tolist()

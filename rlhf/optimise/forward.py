@@ -13,6 +13,7 @@ from rlhf import config
 from rlhf.algos.kl import full_kl
 from rlhf.algos.logprobs import token_entropy, token_logprobs
 from rlhf.algos.masking import masked_sum
+from rlhf.data.batching import chunks
 from rlhf.models.policy import precision, response_logits
 from rlhf.models.sequences import Sequences
 
@@ -23,7 +24,7 @@ def by_length(sequences: Sequences, size: int) -> list[list[int]]:
     """Rows of similar length together, in chunks of `size`, shortest first."""
     total = sequences.attention_mask.sum(1)
     order = torch.argsort(total, stable=True).tolist()
-    return [order[i : i + size] for i in range(0, len(order), size)]
+    return chunks(order, size)
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from rlhf import config
 from rlhf.algos.masking import masked_sum
 from rlhf.algos.preference_losses import PREFERENCE_LOSSES
 from rlhf.algos.types import LossOutput
-from rlhf.data.batching import length_sorted_batches
+from rlhf.data.batching import chunks, length_sorted_batches
 from rlhf.learner import Learner
 from rlhf.models.sequences import Sequences
 from rlhf.optimise import preflight
@@ -70,7 +70,7 @@ class PreferenceTrainer:
             for rows in length_sorted_batches(self.lengths, s.batch_size, self.order):
                 shares = [
                     (float(len(micro)), partial(self._loss, micro, len(rows)))
-                    for micro in _chunks(rows, s.micro_batch_size)
+                    for micro in chunks(rows, s.micro_batch_size)
                 ]
                 with self.clock("training"):
                     metrics = self.learner.update(
@@ -116,7 +116,3 @@ class PreferenceTrainer:
             logps = self._logps(self.policy, part)
         everything = torch.ones_like(logps, dtype=torch.bool)
         preflight.check_reference(logps, self.ref_chosen[batch], everything)
-
-
-def _chunks(rows: list[int], size: int) -> list[list[int]]:
-    return [rows[i : i + size] for i in range(0, len(rows), size)]

@@ -17,6 +17,7 @@ from rlhf.algos.logprobs import token_entropy, token_logprobs
 from rlhf.algos.masking import masked_mean, masked_sum, reduction_denominator
 from rlhf.algos.policy_losses import POLICY_LOSSES, clipped_value_loss, entropy_bonus
 from rlhf.algos.types import LossOutput
+from rlhf.data.batching import chunks
 from rlhf.data.text import TextCodec
 from rlhf.learner import Learner
 from rlhf.models.policy import precision, response_logits
@@ -159,10 +160,7 @@ class RlTrainer:
             preflight.check_mask_selects_sampled(sequences, completions)
         scores, mask = scores.to(device), sequences.response_mask
         size = len(prompts) // s.minibatches
-        minibatches = [
-            [rows[i : i + s.micro_batch_size] for i in range(0, size, s.micro_batch_size)]
-            for rows in by_length(sequences, size)
-        ]
+        minibatches = [chunks(rows, s.micro_batch_size) for rows in by_length(sequences, size)]
         batches = [micro for minibatch in minibatches for micro in minibatch]
         old = scatter(sequences, batches, lambda part: self._logprobs(self.policy, part))
         ref = scatter(sequences, batches, lambda part: self._logprobs(self.reference, part))
