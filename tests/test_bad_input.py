@@ -340,3 +340,20 @@ def test_programs_are_imported_before_anything_is_sampled(monkeypatch: pytest.Mo
     wrong = pipeline.gold.model_copy(update={"path": "no_such_module"})  # type: ignore[union-attr]
     with pytest.raises(BadInput, match="no_such_module: cannot be imported"):
         preferences.run(pipeline.model_copy(update={"gold": wrong}), "r1")
+
+
+def test_a_python_without_the_packages_says_how_to_get_them(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.path[:] = [p for p in sys.path if 'site-packages' not in p]; import tasks"
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        cwd=Path(__file__).parents[1],
+        env={},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "source .venv/bin/activate" in done.stderr
+    assert "Traceback" not in done.stderr
