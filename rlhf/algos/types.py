@@ -18,12 +18,15 @@ class Advantages(NamedTuple):
     """Constants for the policy and value losses, all 0 where the response mask is False.
 
     advantages: (B, T). returns: (B, T), the value function's target, or None where the estimator
-    has no value function. metrics: detached scalars ().
+    has no value function. metrics: detached scalars (). keep: (B,) bool, the sequences that the
+    losses may see, or None for all. state: what an estimator with a memory hands to its next call.
     """
 
     advantages: Tensor
     returns: Tensor | None
     metrics: dict[str, Tensor]
+    keep: Tensor | None = None
+    state: Tensor | None = None
 
 
 def combine_metrics(
