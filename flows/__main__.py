@@ -34,12 +34,21 @@ RoundOption = Annotated[str | None, typer.Option("--round", help="Like r1; defau
 
 
 @app.command()
-def validate() -> None:
+def validate(
+    resolved: Annotated[
+        bool, typer.Option("--resolved", help="Print the file with presets and defaults filled in.")
+    ] = False,
+) -> None:
     """Check pipeline.yaml; every problem is named at once."""
     from rlhf import config
+    from rlhf.optimise.imported import check_imported
 
     pipeline = config.load("pipeline.yaml")
     config.check_files(pipeline)
+    check_imported(pipeline)
+    if resolved:
+        print(config.as_yaml(pipeline), end="")
+        return
     rounds, candidates = len(pipeline.rounds), len(pipeline.candidates)
     print(f"pipeline.yaml is valid: {rounds} round(s), {candidates} candidate(s)")
 

@@ -18,6 +18,7 @@ from flows.rounds import append_round
 from flows.runner import Runner, workspace_lock
 from rlhf import config, tracking
 from rlhf.config import Pipeline
+from rlhf.optimise.imported import check_imported
 
 
 @dataclass
@@ -96,7 +97,9 @@ def open_session(round: str | None = None, folder: str | Path = ".") -> Iterator
     folder = Path(folder).resolve()
     check_workspace(folder)
     path = folder / "pipeline.yaml"
-    config.check_files(config.load(path), folder)
+    declared = config.load(path)
+    config.check_files(declared, folder)
+    check_imported(declared)
     with ExitStack() as stack:
         stack.enter_context(workspace_lock(folder))
         if round is not None:

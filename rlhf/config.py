@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import importlib.util
+import io
 import json
 import re
 import sys
@@ -16,22 +17,40 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from rlhf import presets
+from rlhf.candidates import (
+    IMPORTED,
+    TIE_KINDS,
+    Candidate,
+    RewardModelLoss,
+)
+from rlhf.candidates import AnyCandidate as AnyCandidate
+from rlhf.candidates import OnlinePreferenceCandidate as OnlinePreferenceCandidate
+from rlhf.candidates import Optimization as Optimization
+from rlhf.candidates import Part as Part
+from rlhf.candidates import PreferenceCandidate as PreferenceCandidate
+from rlhf.candidates import RlCandidate as RlCandidate
+from rlhf.candidates import Term as Term
+from rlhf.candidates import Value as Value
 from rlhf.errors import BadInput
+from rlhf.sections import (
+    BelowHalf,
+    Count,
+    Finite,
+    Fraction,
+    ImportPath,
+    Positive,
+    PositiveFloat,
+    RoundName,
+    Section,
+    check_divides,
+    divisors,
+)
 
 ROUND_NAME = re.compile(r"r[0-9]+(_[a-z0-9]+)*")
 SPLITS = ("sft", "preferences", "rl", "choose", "report")
-
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-RoundName = Annotated[str, Field(pattern=r"^r[0-9]+(_[a-z0-9]+)*$")]
-ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")]
-Betas = Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)]
 
 
 class ConfigError(BadInput):
@@ -41,12 +60,6 @@ class ConfigError(BadInput):
         self.problems = problems
         count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
         super().__init__("\n  ".join([f"{path}: {count}", *problems]))
-
-
-class Section(BaseModel):
-    """Base of every section: unknown keys are errors, types are not coerced, values do not change."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 # --- model and data ------------------------------------------------------------------------------
@@ -66,7 +79,7 @@ class DemoModel(Section):
         if self.hidden_size % self.num_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} does not divide hidden_size={self.hidden_size}; "
-                f"use one of {_divisors(self.hidden_size)}"
+                f"use one of {divisors(self.hidden_size)}"
             )
         return self
 
@@ -83,6 +96,10 @@ class Model(Section):
     max_response_tokens: Positive
     too_long: Literal["error", "drop", "truncate"]
     dtype: Literal["float32", "bfloat16"]
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    logits_chunk_tokens: Positive | None = None
+    """Project onto the vocabulary so many positions at a time in training; null: all at once."""
     device: Literal["auto", "cpu", "cuda"]
 
     @model_validator(mode="after")
@@ -159,7 +176,7 @@ class Data(Section):
 
     source: Annotated[str, Field(min_length=1)]
     world: ImportPath | None
-    world_options: dict[str, Any] = {}
+    world_options: dict[str, Any] = Field(default_factory=dict)
     demonstrations: Annotated[FileDemonstrations | HubDemonstrations, Field(discriminator="kind")]
     prompts: Annotated[FilePrompts | HubPrompts, Field(discriminator="kind")]
     preferences: Annotated[FilePreferences | HubPreferences, Field(discriminator="kind")] | None = (
@@ -210,17 +227,6 @@ class Tracking(Section):
 # --- training ------------------------------------------------------------------------------------
 
 
-class Optimization(Section):
-    """AdamW with linear warm-up and linear decay; what every training stage declares."""
-
-    learning_rate: PositiveFloat
-    warmup_steps: Count
-    final_lr_fraction: Fraction
-    weight_decay: NonNegative
-    adam_betas: Betas
-    max_grad_norm: PositiveFloat
-
-
 class Sft(Optimization):
     epochs: Positive
     batch_size: Positive
@@ -230,7 +236,7 @@ class Sft(Optimization):
 
     @model_validator(mode="after")
     def _micro(self) -> Sft:
-        _check_divides("micro_batch_size", self.micro_batch_size, "batch_size", self.batch_size)
+        check_divides("micro_batch_size", self.micro_batch_size, "batch_size", self.batch_size)
         return self
 
 
@@ -239,7 +245,7 @@ class SimulatedLabeler(Section):
 
     kind: Literal["simulated"]
     noise: PositiveFloat
-    flip: Annotated[float, Field(ge=0, lt=0.5)]
+    flip: BelowHalf
 
 
 class ProgramLabeler(Section):
@@ -275,13 +281,12 @@ class RewardModel(Optimization):
     epochs: Positive
     groups_per_batch: Positive
     micro_batch_size: Positive
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)]
-    centering: NonNegative
+    loss: RewardModelLoss
     num_reference_samples: Annotated[int, Field(ge=2)]
 
     @model_validator(mode="after")
     def _micro(self) -> RewardModel:
-        _check_divides(
+        check_divides(
             "micro_batch_size", self.micro_batch_size, "groups_per_batch", self.groups_per_batch
         )
         return self
@@ -293,134 +298,15 @@ class Round(Section):
     preferences: Preferences
     reward_model: RewardModel
 
-
-class Kl(Section):
-    where: Literal["reward", "loss"]
-    estimator: Literal["k1", "k2", "k3", "k3_straight_through"]
-    coef: NonNegative
-
     @model_validator(mode="after")
-    def _gradient(self) -> Kl:
-        if self.where == "loss" and self.estimator == "k1":
+    def _ties(self) -> Round:
+        kind = self.reward_model.loss.kind
+        if kind in TIE_KINDS and self.preferences.ties == "drop":
             raise ValueError(
-                "estimator=k1 in the loss has an expected gradient of zero; "
-                "use k2, k3 or k3_straight_through, or where: reward"
+                f"reward_model.loss={kind} learns how often answers tie, and preferences.ties=drop "
+                "removes ties; set it to keep, or use bradley_terry"
             )
         return self
-
-
-class Value(Section):
-    learning_rate: PositiveFloat
-    coef: PositiveFloat
-    clip: PositiveFloat | None
-    warmup_steps: Count
-    init: Literal["reward_model", "policy"]
-
-
-class _Candidate(Optimization):
-    round: RoundName
-    from_: Annotated[RoundName, Field(alias="from")]
-    learns_from: Annotated[str, Field(pattern=r"^r[0-9]+(_[a-z0-9]+)*/(reward_model|preferences)$")]
-    algorithm: Annotated[str, Field(pattern=r"^[a-z0-9_]+$")]
-    checkpoint_every: Positive
-
-
-class RlCandidate(_Candidate):
-    """Optimises the committee's score with samples of its own."""
-
-    kind: Literal["rl"]
-    advantage: Literal["gae", "group_mean", "group_std", "rloo", "reinforce"]
-    loss: Literal["ppo_clip", "reinforce"]
-    kl: Kl
-    aggregate: Literal["mean", "min", "mean_minus_variance"]
-    steps: Positive
-    prompts_per_step: Positive
-    samples_per_prompt: Positive
-    temperature: PositiveFloat
-    epochs_per_step: Positive
-    minibatches: Positive
-    micro_batch_size: Positive
-    clip_low: Annotated[float, Field(gt=0, lt=1)]
-    clip_high: PositiveFloat
-    reduction: Literal["token_mean", "sequence_mean", "constant_length"]
-    whiten_advantages: bool
-    entropy_coef: NonNegative
-    value: Value | None
-    gamma: Annotated[float, Field(ge=0, le=1)]
-    gae_lambda: Annotated[float, Field(ge=0, le=1)]
-
-    @model_validator(mode="after")
-    def _parts_fit(self) -> RlCandidate:
-        problems = []
-        batch = self.prompts_per_step * self.samples_per_prompt
-        if batch % self.minibatches:
-            problems.append(
-                f"minibatches={self.minibatches} does not divide prompts_per_step * "
-                f"samples_per_prompt={batch}; use one of {_divisors(batch)}"
-            )
-        else:
-            try:
-                _check_divides(
-                    "micro_batch_size",
-                    self.micro_batch_size,
-                    "sequences per minibatch",
-                    batch // self.minibatches,
-                )
-            except ValueError as error:
-                problems.append(str(error))
-        if self.advantage in ("group_mean", "group_std", "rloo") and self.samples_per_prompt < 2:
-            problems.append(
-                f"advantage={self.advantage} compares answers to one prompt; "
-                "set samples_per_prompt >= 2"
-            )
-        if (self.advantage == "gae") != (self.value is not None):
-            problems.append("value belongs to advantage=gae and to no other; set both or neither")
-        if self.advantage != "gae" and self.gae_lambda != 1.0:
-            problems.append(
-                f"gae_lambda={self.gae_lambda:g} is not used by advantage={self.advantage}; "
-                "set it to 1.0"
-            )
-        if self.advantage not in ("gae", "reinforce") and self.gamma != 1.0:
-            problems.append(
-                f"gamma={self.gamma:g} is not used by advantage={self.advantage}; set it to 1.0"
-            )
-        if self.loss == "reinforce" and self.epochs_per_step * self.minibatches > 1:
-            problems.append(
-                "loss=reinforce is on-policy only; set epochs_per_step: 1 and minibatches: 1"
-            )
-        if not self.learns_from.endswith("/reward_model"):
-            problems.append("learns_from of kind=rl names a reward model, like r1/reward_model")
-        if problems:
-            raise ValueError(*problems)
-        return self
-
-
-class PreferenceCandidate(_Candidate):
-    """Learns from the round's pairs directly."""
-
-    kind: Literal["preference"]
-    loss: Literal["sigmoid", "ipo"]
-    beta: PositiveFloat
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)]
-    pairs_per_group: Positive
-    epochs: Positive
-    batch_size: Positive
-    micro_batch_size: Positive
-
-    @model_validator(mode="after")
-    def _parts_fit(self) -> PreferenceCandidate:
-        _check_divides("micro_batch_size", self.micro_batch_size, "batch_size", self.batch_size)
-        if self.label_smoothing and self.loss != "sigmoid":
-            raise ValueError(
-                f"label_smoothing={self.label_smoothing:g} is not used by loss={self.loss}; "
-                "set it to 0.0"
-            )
-        if not self.learns_from.endswith("/preferences"):
-            raise ValueError("learns_from of kind=preference names pairs, like r1/preferences")
-        return self
-
-
-Candidate = Annotated[RlCandidate | PreferenceCandidate, Field(discriminator="kind")]
 
 
 # --- evaluation and the gate ---------------------------------------------------------------------
@@ -485,7 +371,7 @@ class Pipeline(Section):
     evaluation: Evaluation
     gate: Gate
 
-    def candidates_of(self, round_name: str) -> dict[str, RlCandidate | PreferenceCandidate]:
+    def candidates_of(self, round_name: str) -> dict[str, AnyCandidate]:
         """The candidates of one round, in the file's order."""
         return {key: c for key, c in self.candidates.items() if c.round == round_name}
 
@@ -584,7 +470,14 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 def parse(raw: Mapping[str, Any], path: str = "pipeline.yaml") -> Pipeline:
     """Check a mapping. Raises ConfigError with every problem in it."""
-    problems = list(_cross_checks(raw))
+    problems = [
+        problem
+        for name, body in _mapping(raw, "candidates").items()
+        if isinstance(body, Mapping)
+        for problem in presets.problems(str(name), body)
+    ]
+    raw = resolved(raw)
+    problems += _cross_checks(raw)
     pipeline = None
     try:
         pipeline = Pipeline.model_validate(_string_keys(raw))
@@ -593,6 +486,41 @@ def parse(raw: Mapping[str, Any], path: str = "pipeline.yaml") -> Pipeline:
     if problems or pipeline is None:
         raise ConfigError(path, problems)
     return pipeline
+
+
+def resolved(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The mapping with every candidate's preset filled in."""
+    candidates = raw.get("candidates")
+    if not isinstance(candidates, Mapping):
+        return dict(raw)
+    filled = {
+        name: presets.resolve(body) if isinstance(body, Mapping) else body
+        for name, body in candidates.items()
+    }
+    return {**raw, "candidates": filled}
+
+
+def as_yaml(pipeline: Pipeline) -> str:
+    """The whole pipeline in full, presets and defaults written out, as YAML that reads back the same."""
+    from ruamel.yaml import YAML
+
+    yaml = YAML()
+    yaml.width = 4096
+    yaml.representer.add_representer(
+        type(None), lambda dumper, _: dumper.represent_scalar("tag:yaml.org,2002:null", "null")
+    )
+    yaml.representer.add_representer(
+        float, lambda dumper, x: dumper.represent_scalar("tag:yaml.org,2002:float", _written(x))
+    )
+    text = io.StringIO()
+    yaml.dump(pipeline.model_dump(by_alias=True), text)
+    return text.getvalue()
+
+
+def _written(number: float) -> str:
+    """A float that every YAML reader takes for a number: 1.0e-05, not 1e-05."""
+    mantissa, e, exponent = repr(number).partition("e")
+    return f"{mantissa}{'' if '.' in mantissa else '.0'}{e}{exponent}"
 
 
 def digest(section: BaseModel | Mapping[str, Any]) -> str:
@@ -660,6 +588,12 @@ def _cross_checks(raw: Mapping[str, Any]) -> Iterator[str]:
             yield (
                 f"candidates.{name}.learns_from={body['learns_from']}: "
                 f"{source} is not {home} or an earlier round; use {home}/..."
+            )
+        kl = _mapping(body, "kl")
+        if kl.get("estimator") == "full" and _mapping(raw, "model").get("logits_chunk_tokens"):
+            yield (
+                f"candidates.{name}.kl.estimator=full: needs all logits at once, and "
+                "model.logits_chunk_tokens forbids them; use k3_straight_through, or set it to null"
             )
     for name in known[1:]:
         if not any(isinstance(b, dict) and b.get("round") == name for b in candidates.values()):
@@ -752,7 +686,10 @@ def _classes(annotation: Any) -> list[type[Section]]:
 def _tag(section: type[Section]) -> str | None:
     """What `kind` says in this section, if it has one."""
     field = section.model_fields.get("kind")
-    return None if field is None else str(get_args(field.annotation)[0])
+    if field is None:
+        return None
+    names = get_args(field.annotation)
+    return str(names[0]) if names else IMPORTED
 
 
 def _tags(sections: list[type[Section]]) -> list[str]:
@@ -768,15 +705,3 @@ def _suggest(key: str, sections: list[type[Section]]) -> str:
     names = {f.alias or n for section in sections for n, f in section.model_fields.items()}
     close = difflib.get_close_matches(key, sorted(names), n=1, cutoff=0.7)
     return f"did you mean {close[0]}?" if close else "remove it"
-
-
-def _divisors(n: int) -> str:
-    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
-
-
-def _check_divides(small_name: str, small: int, large_name: str, large: int) -> None:
-    if large % small:
-        raise ValueError(
-            f"{small_name}={small} does not divide {large_name}={large}; "
-            f"use one of {_divisors(large)}"
-        )

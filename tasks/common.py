@@ -83,9 +83,7 @@ def of_round(pipeline: config.Pipeline, name: str) -> config.Round:
     return pipeline.rounds[name]
 
 
-def of_candidate(
-    pipeline: config.Pipeline, name: str
-) -> config.RlCandidate | config.PreferenceCandidate:
+def of_candidate(pipeline: config.Pipeline, name: str) -> config.AnyCandidate:
     """The declared candidate of that name, or BadInput."""
     if name not in pipeline.candidates:
         raise BadInput(

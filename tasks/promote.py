@@ -109,7 +109,7 @@ def _row(
     pipeline: config.Pipeline,
     round_name: str,
     key: str,
-    candidate: config.RlCandidate | config.PreferenceCandidate,
+    candidate: config.AnyCandidate,
 ) -> dict[str, Any]:
     path = common.need(_evaluations(round_name, key) / "evaluations.parquet")
     table = contracts.read(path, contracts.EVALUATIONS)

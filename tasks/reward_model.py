@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from rlhf import artifacts, config, contracts, tracking
-from rlhf.algos.reward_model_losses import bradley_terry_loss, pairwise_accuracy
+from rlhf.algos import parts
+from rlhf.algos.reward_model_losses import REWARD_MODEL_LOSSES, pairwise_accuracy
 from rlhf.algos.types import LossOutput
 from rlhf.data.batching import chunks, length_sorted_batches
 from rlhf.data.book import PromptBook
@@ -22,13 +23,20 @@ from rlhf.data.text import TextCodec, load_tokenizer
 from rlhf.errors import BadInput
 from rlhf.evaluation import plots, statistics
 from rlhf.learner import Learner
-from rlhf.models.policy import device_of, load_policy, precision
+from rlhf.models.policy import (
+    device_of,
+    enable_gradient_checkpointing,
+    load_policy,
+    precision,
+)
 from rlhf.models.scalar import ScalarModel
 from rlhf.models.sequences import Sequences
 from rlhf.progress import Clock, Progress
 from rlhf.rewards.committee import SCALE_FILE, Committee
 from rlhf.rollout import sample
 from tasks import common
+
+LOSS_INPUTS = frozenset({"chosen_scores", "rejected_scores", "tied", "log_tie"})
 
 
 @dataclass(frozen=True)
@@ -39,7 +47,9 @@ class Group:
     answers: list[tuple[str, bool]]
     """Text and whether it ended."""
     pairs: list[tuple[int, int]]
-    """(chosen, rejected), positions in `answers`; a tie stands in both orders."""
+    """(chosen, rejected), positions in `answers`."""
+    tied: list[bool]
+    """For each pair, whether it is a tie; none is where the loss knows no ties and each tie stands in both orders."""
 
 
 def run(pipeline: config.Pipeline, name: str) -> None:
@@ -55,7 +65,11 @@ def run(pipeline: config.Pipeline, name: str) -> None:
     path = common.need(common.RUNS / name / "preferences" / "pairs.parquet")
     pairs = contracts.read(path, contracts.PAIRS)
     _check(pairs, name, path)
-    groups = _groups(pairs[~pairs["heldout"]])
+    loss = parts.resolve(REWARD_MODEL_LOSSES, settings.loss.kind)
+    parts.check(
+        loss, f"reward_model.loss={settings.loss.kind}", LOSS_INPUTS, settings.loss.arguments()
+    )
+    groups = _groups(pairs[~pairs["heldout"]], with_ties="tied" in parts.inputs(loss))
 
     with tracking.stage_run(
         pipeline,
@@ -64,21 +78,28 @@ def run(pipeline: config.Pipeline, name: str) -> None:
         round=name,
         kind="reward_model",
         name=f"{name}/reward_model",
-        algorithm="bradley_terry",
+        algorithm=settings.loss.kind,
         params={"reward_model": settings.model_dump(), "seed": pipeline.seed},
     ) as tracked:
         tracked.dataset(path, f"{name}/pairs", "training")
         members = []
+        ties: dict[str, float] = {}
         total = (
             settings.members * settings.epochs * math.ceil(len(groups) / settings.groups_per_batch)
         )
         with Progress(f"reward_model@{name}", total, "updates") as progress:
             for number in range(settings.members):
                 model = ScalarModel.from_directory(incoming, device)
+                if pipeline.model.gradient_checkpointing:
+                    enable_gradient_checkpointing(model.backbone)
+                if "log_tie" in parts.inputs(loss):
+                    model.register_parameter(
+                        "log_tie", torch.nn.Parameter(torch.zeros((), device=device))
+                    )
                 done = number * total // settings.members
                 seed = pipeline.seed_for(name, "reward_model", str(number))
                 for step, tokens, metrics in _train(
-                    model, groups, book, codec, pipeline, settings, seed, clock
+                    model, loss, groups, book, codec, pipeline, settings, seed, clock
                 ):
                     tracked.metrics(
                         {f"reward_model/member_{number}_{k}": v for k, v in metrics.items()}, step
@@ -89,6 +110,9 @@ def run(pipeline: config.Pipeline, name: str) -> None:
                         loss=metrics["loss"],
                         accuracy=metrics["accuracy"],
                     )
+                if hasattr(model, "log_tie"):
+                    ties[f"member_{number}_log_tie"] = model.get_parameter("log_tie").item()
+                    del model.log_tie
                 members.append(model.eval())
         with clock("sampling"):
             prompts, completions = _reference(pipeline, name, book, codec, device)
@@ -101,6 +125,7 @@ def run(pipeline: config.Pipeline, name: str) -> None:
             heldout = pairs[pairs["heldout"]].reset_index(drop=True)
             chosen, rejected = _score_pairs(unscaled, heldout, book)
         report, table = judge(heldout, chosen, rejected, scales, codec, name)
+        report |= ties
         out = common.RUNS / name / "reward_model"
         with artifacts.write_directory(out) as directory:
             for number, model in enumerate(members):
@@ -140,27 +165,35 @@ def _check(pairs: pd.DataFrame, name: str, path: Path) -> None:
             )
 
 
-def _groups(pairs: pd.DataFrame) -> list[Group]:
+def _groups(pairs: pd.DataFrame, *, with_ties: bool) -> list[Group]:
     """Pairs by group, answers that occur in several pairs once."""
     groups = []
-    some_tie = bool(pairs["tie"].any())
+    some_tie = bool(pairs["tie"].any()) and not with_ties
     for _, rows in pairs.groupby("group_id", sort=False):
         answers: dict[tuple[str, bool], int] = {}
-        compared = []
+        compared: list[tuple[int, int]] = []
+        tied: list[bool] = []
         for row in rows.itertuples():
             i = answers.setdefault((row.chosen, row.chosen_ended), len(answers))
             j = answers.setdefault((row.rejected, row.rejected_ended), len(answers))
             if i == j:
                 continue
+            if with_ties:
+                compared.append((i, j))
+                tied.append(bool(row.tie))
+                continue
             # A tie says both orders are equally likely; others count twice then, so all weigh the same.
-            compared += [(i, j), (j, i)] if row.tie else [(i, j)] * (2 if some_tie else 1)
+            found = [(i, j), (j, i)] if row.tie else [(i, j)] * (2 if some_tie else 1)
+            compared += found
+            tied += [False] * len(found)
         if compared:
-            groups.append(Group(rows["prompt_id"].iloc[0], list(answers), compared))
+            groups.append(Group(rows["prompt_id"].iloc[0], list(answers), compared, tied))
     return groups
 
 
 def _train(
     model: ScalarModel,
+    loss: Callable[..., LossOutput],
     groups: Sequence[Group],
     book: PromptBook,
     codec: TextCodec,
@@ -180,7 +213,12 @@ def _train(
     ]
     order = torch.Generator().manual_seed(seed)
     batches_per_epoch = math.ceil(len(groups) / settings.groups_per_batch)
-    learner = Learner(model, settings, total_updates=batches_per_epoch * settings.epochs)
+    learner = Learner(
+        model,
+        settings,
+        total_updates=batches_per_epoch * settings.epochs,
+        ema_decay=settings.ema_decay,
+    )
     model.train()
     for epoch in range(settings.epochs):
         for rows in length_sorted_batches(lengths, settings.groups_per_batch, order):
@@ -194,12 +232,17 @@ def _train(
                 with precision(pipeline.model, device):
                     scores = model.scores(sequences)
                 chosen, rejected = _pair_indices([groups[i] for i in part])
-                return bradley_terry_loss(
-                    scores[chosen],
-                    scores[rejected],
-                    label_smoothing=settings.label_smoothing,
-                    centering=settings.centering,
+                tied = [tie for i in part for tie in groups[i].tied]
+                return parts.call(
+                    loss,
+                    {
+                        "chosen_scores": scores[chosen],
+                        "rejected_scores": scores[rejected],
+                        "tied": torch.tensor(tied, device=device),
+                        "log_tie": getattr(model, "log_tie", None),
+                    },
                     denominator=num_pairs,
+                    **settings.loss.arguments(),
                 )
 
             with clock("training"):
@@ -214,6 +257,8 @@ def _train(
                     name=f"epoch {epoch + 1}, groups {sorted(rows)[:8]}",
                 )
             yield learner.updates, sum(len(row) for i in rows for row in encoded[i]), metrics
+    if learner.ema is not None:
+        model.load_state_dict(learner.ema.state_dict(), strict=False)
 
 
 def _pair_indices(groups: Sequence[Group]) -> tuple[list[int], list[int]]:

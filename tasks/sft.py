@@ -17,7 +17,7 @@ from rlhf.data.book import PromptBook
 from rlhf.data.text import TextCodec, load_tokenizer
 from rlhf.errors import StageFailed
 from rlhf.learner import Learner
-from rlhf.models.policy import device_of, load_base, save_policy
+from rlhf.models.policy import device_of, enable_gradient_checkpointing, load_base, save_policy
 from rlhf.models.sequences import Sequences
 from rlhf.optimise.forward import by_length, logprobs_of
 from rlhf.progress import Clock, Progress
@@ -38,12 +38,14 @@ def run(pipeline: config.Pipeline) -> None:
         train, heldout = _read(common.TABLES, codec)
     model = load_base(pipeline.model, tokenizer, pipeline.seed_for("sft", "weights"))
     model.to(device)  # type: ignore[arg-type]
+    if pipeline.model.gradient_checkpointing:
+        enable_gradient_checkpointing(model)
     train, heldout = train.to(device), heldout.to(device)
 
     lengths = train.attention_mask.sum(1).tolist()
     per_epoch = math.ceil(len(train) / settings.batch_size)
     total = per_epoch * settings.epochs
-    learner = Learner(model, settings, total_updates=total)
+    learner = Learner(model, settings, total_updates=total, ema_decay=settings.ema_decay)
     order = torch.Generator().manual_seed(pipeline.seed_for("sft", "order"))
     model.train()  # what is loaded comes in evaluation mode
     best = _Best(settings.patience)
@@ -74,11 +76,11 @@ def run(pipeline: config.Pipeline) -> None:
                 step = learner.updates
                 tracked.metrics({f"sft/{k}": v for k, v in metrics.items()}, step)
                 if step % settings.evaluate_every == 0 or step == total:
-                    with clock("evaluation"):
+                    with clock("evaluation"), learner.averaged():
                         loss = heldout_loss(
                             model, heldout, pipeline.model, settings.micro_batch_size
                         )
-                    best.offer(loss, step, model)
+                        best.offer(loss, step, model)
                     tracked.metrics(
                         {"sft/heldout_loss_nats": loss, "sft/heldout_perplexity": math.exp(loss)},
                         step,
@@ -117,7 +119,8 @@ def heldout_loss(
     with torch.inference_mode():
         for rows in by_length(sequences, batch_size):
             part = sequences.select(rows)
-            total -= float(masked_sum(logprobs_of(model, part, settings), part.response_mask))
+            logprobs = logprobs_of(model, part, settings, chunk_tokens=settings.logits_chunk_tokens)
+            total -= float(masked_sum(logprobs, part.response_mask))
     model.train()
     return total / int(sequences.response_mask.sum())
 
@@ -160,7 +163,9 @@ def _update(
 
     def share(micro: list[int]) -> LossOutput:
         part = train.select(micro)
-        logprobs = logprobs_of(model, part, model_settings)
+        logprobs = logprobs_of(
+            model, part, model_settings, chunk_tokens=model_settings.logits_chunk_tokens
+        )
         return LossOutput(reduce(-logprobs, part.response_mask, denominator=num_tokens), {})
 
     parts = chunks(rows, settings.micro_batch_size)

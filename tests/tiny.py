@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from rlhf import config
+from rlhf import config, presets
 from rlhf.data.text import TextCodec
+from rlhf.optimise.preference import PairIds
 
 PAD, EOS, UNK = 0, 1, 2
 WORDS = [f"w{i}" for i in range(3, 20)]  # the word w7 is token 7
@@ -143,7 +145,7 @@ def optimization(**changes: Any) -> dict[str, Any]:
 
 
 def rl_candidate(**changes: Any) -> config.RlCandidate:
-    """A GRPO candidate unless told otherwise."""
+    """GRPO without a deviation or a KL term, unless told otherwise; parts may be names alone."""
     values: dict[str, Any] = {
         "round": "r1",
         "from": "r0",
@@ -152,8 +154,10 @@ def rl_candidate(**changes: Any) -> config.RlCandidate:
         "algorithm": "test",
         "advantage": "group_mean",
         "loss": "ppo_clip",
-        "kl": {"where": "reward", "estimator": "k1", "coef": 0.0},
+        "kl": None,
+        "reference": "previous" if changes.get("kl") else "none",
         "aggregate": "mean",
+        "truncated": "keep",
         "steps": 2,
         "prompts_per_step": 4,
         "samples_per_prompt": 4,
@@ -161,17 +165,13 @@ def rl_candidate(**changes: Any) -> config.RlCandidate:
         "epochs_per_step": 1,
         "minibatches": 1,
         "micro_batch_size": 16,
-        "clip_low": 0.2,
-        "clip_high": 0.2,
         "reduction": "constant_length",
-        "whiten_advantages": False,
-        "entropy_coef": 0.0,
-        "value": None,
-        "gamma": 1.0,
-        "gae_lambda": 1.0,
         "checkpoint_every": 1,
     }
-    return config.RlCandidate(**(values | optimization() | changes))
+    values |= optimization() | changes
+    if values["reduction"] == "constant_length":
+        values.setdefault("length_constant", "batch_mean")
+    return config.RlCandidate(**presets.resolve(values))
 
 
 def value_settings(**changes: Any) -> dict[str, Any]:
@@ -192,9 +192,8 @@ def preference_candidate(**changes: Any) -> config.PreferenceCandidate:
         "learns_from": "r1/preferences",
         "kind": "preference",
         "algorithm": "test",
-        "loss": "sigmoid",
-        "beta": 0.1,
-        "label_smoothing": 0.0,
+        "losses": [{"kind": "sigmoid", "beta": 0.1}],
+        "reference": "previous",
         "pairs_per_group": 2,
         "epochs": 1,
         "batch_size": 8,
@@ -202,6 +201,67 @@ def preference_candidate(**changes: Any) -> config.PreferenceCandidate:
         "checkpoint_every": 1,
     }
     return config.PreferenceCandidate(**(values | optimization(learning_rate=1e-3) | changes))
+
+
+def online_candidate(**changes: Any) -> config.OnlinePreferenceCandidate:
+    values: dict[str, Any] = {
+        "round": "r1",
+        "from": "r0",
+        "learns_from": "r1/reward_model",
+        "kind": "online_preference",
+        "algorithm": "test",
+        "losses": [{"kind": "sigmoid", "beta": 0.1}],
+        "reference": "previous",
+        "aggregate": "mean",
+        "steps": 2,
+        "prompts_per_step": 6,
+        "samples_per_prompt": 4,
+        "temperature": 1.0,
+        "epochs_per_step": 1,
+        "minibatches": 1,
+        "micro_batch_size": 6,
+        "checkpoint_every": 1,
+    }
+    return config.OnlinePreferenceCandidate(**presets.resolve(values | optimization() | changes))
+
+
+PROMPTS = [[5], [6, 7], [8, 9, 10], [11, 3], [12], [13, 14, 15, 16]]
+
+
+def share_of_w7(
+    prompts: Sequence[list[int]], texts: Sequence[str], ended: Sequence[bool]
+) -> torch.Tensor:
+    """The share of an answer's words that are w7; an empty answer has none."""
+    return torch.tensor([t.split().count("w7") / max(1, len(t.split())) for t in texts])
+
+
+def consistent_pairs(count: int = 16) -> list[PairIds]:
+    """The answer with more of token 7 is chosen; lengths differ."""
+    torch.manual_seed(0)
+    pairs = []
+    for i in range(count):
+        prompt = torch.randint(3, 20, (1 + i % 4,)).tolist()
+        chosen = [7] * (1 + i % 3) + [8] * (i % 2) + [EOS]
+        rejected = torch.randint(9, 20, (1 + i % 5,)).tolist() + [EOS] * (i % 2)
+        pairs.append(PairIds(prompt, chosen, rejected))
+    return pairs
+
+
+@torch.no_grad()
+def token_logps(
+    model: torch.nn.Module, prompt: list[int], response: list[int], temperature: float = 1.0
+) -> torch.Tensor:
+    """Log-probs of an answer's tokens, by definition: one unpadded sequence, float64."""
+    logits = model(torch.tensor([prompt + response])).logits[0].double() / temperature
+    table = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+    return table.gather(1, torch.tensor(response)[:, None]).squeeze(1)
+
+
+@torch.no_grad()
+def shift(model: torch.nn.Module, size: float = 0.02) -> None:
+    """Another policy: every weight moves away from 0."""
+    for parameter in model.parameters():
+        parameter.add_(size * torch.sign(parameter))
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:

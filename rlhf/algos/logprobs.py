@@ -1,9 +1,12 @@
 """Log-probabilities and entropy from logits, aligned with the tokens that they predict."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from rlhf.algos.masking import check_mask, masked_sum
+from rlhf.algos.masking import check_devices, check_mask, masked_sum, place
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
@@ -28,10 +31,11 @@ def token_logprobs(logits: Tensor, ids: Tensor, *, temperature: float = 1.0) -> 
 
     Returns: (B, T) nats <= 0, float32 (float64 for float64 logits).
 
-    Raises: ValueError if shapes do not fit or the temperature is not positive.
+    Raises: ValueError if shapes or devices do not fit or the temperature is not positive.
     """
     if logits.ndim != 3 or logits.shape[:2] != ids.shape:
         raise ValueError(f"logits {tuple(logits.shape)} do not fit ids {tuple(ids.shape)}")
+    check_devices(logits, ids)
     scaled = _scaled(logits, temperature)
     chosen = scaled.gather(-1, ids.long()[..., None])[..., 0]
     return chosen - scaled.logsumexp(dim=-1)
@@ -51,6 +55,105 @@ def token_entropy(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
     logps = _scaled(logits, temperature).log_softmax(dim=-1)
     probs = logps.exp()
     return -(probs * torch.where(probs > 0, logps, 0)).sum(dim=-1)
+
+
+def selected_logprobs(
+    logits: Tensor, ids: Tensor, mask: Tensor, *, temperature: float = 1.0
+) -> Tensor:
+    """`token_logprobs` at the places of the mask alone: nothing else is widened to float32.
+
+    Where logits come in half precision and a part of the places count, this saves the float32
+    table of all the others. `chunked_logprobs` saves the table of logits, too.
+
+    Args:
+        logits: (B, T, V), those at t predict `ids` at t; gradient flows, exactly 0 at other places.
+        ids: (B, T) integer; what stands outside the mask is never read.
+        mask: (B, T) bool.
+        temperature: > 0.
+
+    Returns: (B, T) nats <= 0, 0 outside the mask; float32 (float64 for float64 logits).
+
+    Raises: ValueError if shapes or devices do not fit or the temperature is not positive.
+    """
+    check_mask(mask, ids)
+    if logits.ndim != 3 or logits.shape[:2] != mask.shape:
+        raise ValueError(f"logits {tuple(logits.shape)} do not fit the mask {tuple(mask.shape)}")
+    check_devices(mask, logits)
+    return place(
+        token_logprobs(logits[mask][None], ids[mask][None], temperature=temperature)[0], mask
+    )
+
+
+class ChunkedLogprobs(NamedTuple):
+    """logprobs (B, T) nats <= 0 and entropy (B, T) nats >= 0, both 0 outside the mask."""
+
+    logprobs: Tensor
+    entropy: Tensor
+
+
+def chunked_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    mask: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    chunk_size: int = 512,
+    entropy_gradient: bool = False,
+) -> ChunkedLogprobs:
+    """Log-probs and entropy from the states before the output head; no (B, T, V) table ever exists.
+
+    Only the places of the mask are projected, `chunk_size` of them at a time. A chunk's logits are
+    forgotten at once and projected again in the backward pass. The tables of V columns that exist
+    together have `chunk_size` rows, a handful of them, however long the sequences; the price is one
+    more product of states and weight. Under autocast the product is in its type, as in the head
+    itself; what follows is float32. In the backward pass the gradients of the weight are added up
+    chunk by chunk in the weight's own type.
+
+    Args:
+        hidden: (B, T, H) states, those at t predict `ids` at t (see `response_outputs`); gradient
+            flows, exactly 0 outside the mask, where they are never read.
+        weight: (V, H) of the output head, gradient flows.
+        ids: (B, T) integer; what stands outside the mask is never read.
+        mask: (B, T) bool.
+        bias: (V,) of the output head, gradient flows.
+        temperature: > 0.
+        chunk_size: tokens >= 1 that are projected at a time.
+        entropy_gradient: whether the entropy carries one, which makes the backward pass dearer;
+            otherwise it is a constant, for metrics.
+
+    Returns: see `ChunkedLogprobs`; float32 (float64 for float64 states and weight).
+
+    Raises: ValueError if shapes or devices do not fit, the temperature is not positive or
+        chunk_size is below 1.
+    """
+    check_mask(mask, ids)
+    if hidden.ndim != 3 or hidden.shape[:2] != mask.shape:
+        raise ValueError(f"hidden {tuple(hidden.shape)} do not fit the mask {tuple(mask.shape)}")
+    if weight.ndim != 2 or weight.shape[1] != hidden.shape[2]:
+        raise ValueError(f"weight {tuple(weight.shape)} does not fit hidden {tuple(hidden.shape)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}")
+    check_devices(mask, hidden, weight, *([] if bias is None else [bias]))
+    if not chunk_size >= 1:
+        raise ValueError(f"chunk_size must be at least 1 token, got {chunk_size}")
+
+    def project(states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        scaled = _scaled(torch.nn.functional.linear(states, weight, bias), temperature)[None]
+        logprobs = token_logprobs(scaled, tokens[None])[0]
+        # Last, since the backward pass projects again only as far as it needs to.
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+            return logprobs, token_entropy(scaled)[0]
+
+    chunks = [
+        checkpoint(project, states, tokens, use_reentrant=False, preserve_rng_state=False)
+        for states, tokens in zip(
+            hidden[mask].split(chunk_size), ids[mask].split(chunk_size), strict=True
+        )
+    ]
+    logprobs, entropy = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+    return ChunkedLogprobs(place(logprobs, mask), place(entropy, mask))
 
 
 def response_outputs(outputs: Tensor, num_response_tokens: int) -> Tensor:

@@ -4,19 +4,30 @@ A mask is boolean and True where the element counts. Masked elements are replace
 used, never multiplied by 0 (NaN * 0 is NaN): what stands there changes neither value nor gradient.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 REDUCTIONS = ("token_mean", "sequence_mean", "constant_length")
 
 
+def check_devices(first: Tensor, *others: Tensor) -> None:
+    """Raises ValueError unless all tensors are on the device of the first."""
+    for x in others:
+        if x.device != first.device:
+            raise ValueError(f"devices differ: {first.device} and {x.device}; move all to one")
+
+
 def check_mask(mask: Tensor, *tensors: Tensor) -> None:
-    """Raises ValueError unless `mask` is boolean and every tensor has its shape."""
+    """Raises ValueError unless `mask` is boolean and every tensor has its shape and its device."""
     if mask.dtype != torch.bool:
         raise ValueError(f"mask must be bool, got {mask.dtype}")
     for x in tensors:
         if x.shape != mask.shape:
             raise ValueError(f"shapes differ: mask {tuple(mask.shape)}, tensor {tuple(x.shape)}")
+    check_devices(mask, *tensors)
 
 
 def select(x: Tensor, mask: Tensor) -> Tensor:
@@ -26,6 +37,27 @@ def select(x: Tensor, mask: Tensor) -> Tensor:
     """
     check_mask(mask, x)
     return torch.where(mask, x, 0)
+
+
+def place(chosen: Tensor, mask: Tensor) -> Tensor:
+    """The inverse of `x[mask]`: a table of `chosen` where `mask` is True, row by row, 0 elsewhere.
+
+    What is computed on `x[mask]` alone, and placed back, has never met the other elements of x:
+    their gradient is exactly 0, whatever stands there.
+
+    Args:
+        chosen: (N,), gradient flows; N is the number of True in `mask`.
+        mask: (B, T) bool.
+
+    Returns: (B, T) of the type of `chosen`.
+
+    Raises: ValueError if `mask` is not boolean, N differs or the devices do.
+    """
+    check_mask(mask)
+    check_devices(mask, chosen)
+    if chosen.shape != (int(mask.sum()),):
+        raise ValueError(f"{tuple(chosen.shape)} values for a mask that selects {int(mask.sum())}")
+    return chosen.new_zeros(mask.shape).masked_scatter(mask, chosen)
 
 
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
@@ -42,6 +74,7 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
     Raises: ValueError if shapes differ, `mask` is not boolean, or a mean would be of nothing.
     """
+    check_mask(mask, x)
     count = mask.sum() if dim is None else mask.sum(dim)
     if bool((count == 0).any()):
         raise ValueError("the mask selects nothing, so there is no mean")
@@ -63,6 +96,59 @@ def mask_from_lengths(lengths: Tensor, size: int) -> Tensor:
     if lengths.numel() and not 0 <= int(lengths.min()) <= int(lengths.max()) <= size:
         raise ValueError(f"lengths must lie in 0..{size}, got {lengths.tolist()}")
     return torch.arange(size, device=lengths.device) < lengths[:, None]
+
+
+class TurnMasks(NamedTuple):
+    """Masks of a conversation after its first prompt, (B, T) bool each, aligned with its tokens.
+
+    response_mask: every real token, whoever wrote it; the model attends to them all.
+    action_mask: the tokens that the policy wrote. Loss, KL, entropy, importance ratios and token
+    counts take this one: what a tool or a user wrote is read, not learnt, and has no ratio.
+    value_mask: where the value of the state before the token is needed. These are the places of
+    the actions, once values are aligned with tokens (`logprobs.response_outputs`): an observation
+    belongs to the state before the next action, so GAE steps over it, from an action's value to
+    that of the next action. The value of the last state, where the policy was cut off, stands
+    before no token and is in no mask.
+    """
+
+    response_mask: Tensor
+    action_mask: Tensor
+    value_mask: Tensor
+
+
+def turn_masks(
+    turns: Sequence[Sequence[tuple[int, bool]]],
+    size: int,
+    *,
+    device: torch.device | str | None = None,
+) -> TurnMasks:
+    """Masks of right-padded conversations in which tools or users answer between the actions.
+
+    Args:
+        turns: per row, the segments after the first prompt in order, each (number of tokens >= 0,
+            True if the policy wrote it). A row without segments is empty.
+        size: number of columns T.
+        device: of the masks.
+
+    Returns: see `TurnMasks`; action_mask is a part of response_mask, value_mask equals it.
+
+    Raises: ValueError if a segment is negative or a row is longer than `size`.
+    """
+    response_mask = torch.zeros(len(turns), size, dtype=torch.bool)
+    action_mask = torch.zeros_like(response_mask)
+    for row, segments in enumerate(turns):
+        counts = [num_tokens for num_tokens, _ in segments]
+        if min(counts, default=0) < 0 or sum(counts) > size:
+            raise ValueError(
+                f"segments must be >= 0 tokens and at most {size} together, row {row} has {counts}"
+            )
+        end = 0
+        for num_tokens, is_action in segments:
+            start, end = end, end + num_tokens
+            response_mask[row, start:end] = True
+            action_mask[row, start:end] = is_action
+    response_mask, action_mask = response_mask.to(device=device), action_mask.to(device=device)
+    return TurnMasks(response_mask, action_mask, action_mask.clone())
 
 
 def last_index(mask: Tensor) -> Tensor:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from rlhf import config
@@ -120,14 +122,93 @@ def response_logits(model: PreTrainedModel, sequences: Sequences) -> Tensor:
     Only response positions are projected onto the vocabulary.
     """
     num_tokens = sequences.response_ids.shape[1]
-    accepted = parameters_accepted(model)
+    inputs = _inputs(model, sequences)
+    if "logits_to_keep" in parameters_accepted(model):
+        inputs["logits_to_keep"] = num_tokens + 1
+    return response_outputs(model(**inputs).logits, num_tokens)
+
+
+def response_hidden(model: PreTrainedModel, sequences: Sequences) -> Tensor:
+    """Last hidden states, whose `head_of` logits predict each response token: (B, T, H).
+
+    The same pass as `response_logits` without the (B, T, V) table. Raises BadInput where the
+    model's logits are not that linear head's.
+    """
+    head_of(model)
+    hidden = model.base_model(**_inputs(model.base_model, sequences)).last_hidden_state
+    return response_outputs(hidden, sequences.response_ids.shape[1])
+
+
+def head_of(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
+    """Weight (V, H) and bias (V,) or None of the map from last hidden state to logits.
+
+    Raises BadInput if the model's logits are anything but that map's (a soft cap, a scale, several
+    heads). That is seen once per model, on one short input.
+    """
+    head = model.get_output_embeddings()
+    if model not in _LINEAR:
+        problem = _not_linear(model, head)
+        if problem:
+            raise BadInput(
+                f"{type(model).__name__} {problem}",
+                where="pipeline.yaml model.logits_chunk_tokens",
+                rule="chunked log-probs need logits that are a linear map of the last hidden state",
+                mend="set model.logits_chunk_tokens: null",
+            )
+        _LINEAR.add(model)
+    assert isinstance(head, nn.Linear)
+    return head.weight, head.bias
+
+
+_LINEAR: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()  # models that `head_of` has seen
+_LOUD = 100.0  # a soft cap hardly shows on the small logits of a fresh model
+
+
+@torch.no_grad()
+def _not_linear(model: PreTrainedModel, head: nn.Module | None) -> str | None:
+    """What is wrong with the claim that logits = head(last hidden state); None if it holds.
+
+    The head's output is made louder on its way, so that whatever follows it shows.
+    """
+    if not isinstance(head, nn.Linear) or model.base_model is model:
+        return "has no linear output layer over a body of its own"
+    device = head.weight.device
+    ids = (torch.arange(8, device=device) % head.weight.shape[0])[None]
+    hidden = model.base_model(ids, use_cache=False).last_hidden_state
+    expected = _LOUD * functional.linear(hidden, head.weight, head.bias)
+    hook = head.register_forward_hook(lambda module, inputs, output: _LOUD * output)
+    try:
+        found = model(ids, use_cache=False).logits
+    finally:
+        hook.remove()
+    gap = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+    return None if gap <= 1e-3 else f"changes its logits after the output layer (by {gap:.2g})"
+
+
+def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
+    """Keep each layer's input only and compute the layer again in the backward pass.
+
+    Values and gradients stay the same to the bit. It acts in train mode under autograd, where our
+    passes use no cache; sampling keeps its cache. Raises BadInput for a model that cannot do it.
+    """
+    try:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    except ValueError as error:
+        raise BadInput(
+            f"{type(model).__name__} cannot compute its layers again",
+            where="pipeline.yaml model.gradient_checkpointing=true",
+            rule="transformers supports gradient checkpointing for the architecture",
+            mend="set model.gradient_checkpointing: false",
+        ) from error
+
+
+def _inputs(model: nn.Module, sequences: Sequences) -> dict[str, Any]:
+    """What a pass over whole sequences feeds the model."""
     mask = sequences.attention_mask
     inputs: dict[str, Any] = {"input_ids": sequences.input_ids, "attention_mask": mask.long()}
-    if "position_ids" in accepted:
+    if "position_ids" in parameters_accepted(model):
         inputs["position_ids"] = position_ids(mask)
-    if "logits_to_keep" in accepted:
-        inputs["logits_to_keep"] = num_tokens + 1
-    return response_outputs(model(**inputs, use_cache=False).logits, num_tokens)
+    return inputs | {"use_cache": False}
 
 
 @contextlib.contextmanager

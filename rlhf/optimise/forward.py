@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,10 +12,10 @@ from transformers import PreTrainedModel
 
 from rlhf import config
 from rlhf.algos.kl import full_kl
-from rlhf.algos.logprobs import token_entropy, token_logprobs
+from rlhf.algos.logprobs import chunked_logprobs, token_entropy, token_logprobs
 from rlhf.algos.masking import masked_sum
 from rlhf.data.batching import chunks
-from rlhf.models.policy import precision, response_logits
+from rlhf.models.policy import head_of, precision, response_hidden, response_logits
 from rlhf.models.sequences import Sequences
 
 LOGITS_AT_ONCE = 2**25  # entries of one (rows, T, V) table: 128 MiB in float32
@@ -39,13 +40,70 @@ def scatter(
     return result
 
 
-def logprobs_of(
-    policy: PreTrainedModel, sequences: Sequences, model: config.Model, temperature: float = 1.0
-) -> Tensor:
-    """(B, T) log-probs in nats of the response tokens under the policy."""
+class TokenStats(NamedTuple):
+    """(B, T) each, in nats: log-probs of the response tokens, and entropies of their distributions."""
+
+    logprobs: Tensor
+    entropy: Tensor | None
+
+
+def token_stats(
+    policy: PreTrainedModel,
+    sequences: Sequences,
+    model: config.Model,
+    *,
+    temperature: float = 1.0,
+    chunk_tokens: int | None = None,
+    with_entropy: bool = False,
+    entropy_gradient: bool = True,
+) -> TokenStats:
+    """One forward pass's numbers at every response token; what stands outside the mask is unspecified.
+
+    Args:
+        temperature: > 0, on both.
+        chunk_tokens: tokens that are projected onto the vocabulary at a time, which bounds memory;
+            None: all at once. The same to the last bits of float32, not to the bit.
+        with_entropy: whether the entropy is computed.
+        entropy_gradient: whether it carries one; autograd keeps tables of (B, T, V) for it.
+
+    Raises: BadInput if `chunk_tokens` is given and the model's head is not linear.
+    """
     with precision(model, sequences.prompt_ids.device):
+        if chunk_tokens is not None:
+            hidden = response_hidden(policy, sequences)
+            weight, bias = head_of(policy)
+            found = chunked_logprobs(
+                hidden,
+                weight,
+                sequences.response_ids,
+                sequences.response_mask,
+                bias=bias,
+                temperature=temperature,
+                chunk_size=chunk_tokens,
+                entropy_gradient=with_entropy and entropy_gradient,
+            )
+            return TokenStats(found.logprobs, found.entropy if with_entropy else None)
         logits = response_logits(policy, sequences)
-    return token_logprobs(logits, sequences.response_ids, temperature=temperature)
+    logprobs = token_logprobs(logits, sequences.response_ids, temperature=temperature)
+    if not with_entropy:
+        return TokenStats(logprobs, None)
+    if not entropy_gradient:
+        logits = logits.detach()
+    return TokenStats(logprobs, token_entropy(logits, temperature=temperature))
+
+
+def logprobs_of(
+    policy: PreTrainedModel,
+    sequences: Sequences,
+    model: config.Model,
+    temperature: float = 1.0,
+    *,
+    chunk_tokens: int | None = None,
+) -> Tensor:
+    """(B, T) log-probs in nats of the response tokens under the policy; see `token_stats`."""
+    return token_stats(
+        policy, sequences, model, temperature=temperature, chunk_tokens=chunk_tokens
+    ).logprobs
 
 
 @dataclass(frozen=True)

@@ -1,26 +1,30 @@
-"""Learning from pairs directly (DPO and kin): no reward model, no sampling in the loop."""
+"""Learning from pairs directly (DPO and kin): labelled ones, or the policy's own labelled by a score."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf import config
+from rlhf.algos.kl import k3
 from rlhf.algos.masking import masked_sum
-from rlhf.algos.preference_losses import PREFERENCE_LOSSES
-from rlhf.algos.types import LossOutput
 from rlhf.data.batching import chunks, length_sorted_batches
+from rlhf.data.text import TextCodec
 from rlhf.learner import Learner
 from rlhf.models.sequences import Sequences
 from rlhf.optimise import preflight
-from rlhf.optimise.forward import by_length, logprobs_of
+from rlhf.optimise.anchor import Budget, follow
+from rlhf.optimise.forward import by_length, logprobs_of, scatter
+from rlhf.optimise.pairs import PairObjective, Pairs
+from rlhf.optimise.reference import ReferenceCache, reference_key
+from rlhf.optimise.rollouts import Rollout, Rollouts
 from rlhf.progress import Clock
+from rlhf.rewards.committee import Score
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,13 @@ class PairIds:
 
 
 class PreferenceTrainer:
-    """One candidate's loop over pairs. The reference's log-probs are computed once, before training."""
+    """One candidate's loop over labelled pairs. A fixed reference is asked once, before training.
+
+    Args:
+        policy: trained. start: the frozen policy it starts as; log-prob changes are measured to it.
+        reference: the policy of the losses' log-ratios, which may be `start`, or None.
+        cache: where log-probs of frozen policies are kept between runs, or None.
+    """
 
     def __init__(
         self,
@@ -41,78 +51,244 @@ class PreferenceTrainer:
         model: config.Model,
         *,
         policy: PreTrainedModel,
-        reference: PreTrainedModel,
+        start: PreTrainedModel,
+        reference: PreTrainedModel | None,
         pairs: Sequence[PairIds],
         pad_id: int,
         seed: int,
         clock: Clock,
+        cache: ReferenceCache | None = None,
     ) -> None:
         self.settings, self.model, self.policy, self.clock = settings, model, policy, clock
+        self.reference, self.cache = reference, cache
+        self.objective = PairObjective(
+            settings, model,
+            policy=policy, reference=reference, moving=settings.reference_decay is not None,
+        )  # fmt: skip
         device = next(policy.parameters()).device
         prompts = [pair.prompt for pair in pairs]
-        self.chosen = Sequences.from_rows(prompts, [p.chosen for p in pairs], pad_id).to(device)
-        self.rejected = Sequences.from_rows(prompts, [p.rejected for p in pairs], pad_id).to(device)
+        chosen = Sequences.from_rows(prompts, [p.chosen for p in pairs], pad_id).to(device)
+        rejected = Sequences.from_rows(prompts, [p.rejected for p in pairs], pad_id).to(device)
         self.lengths = [len(p.prompt) + max(len(p.chosen), len(p.rejected)) for p in pairs]
         self.order = torch.Generator().manual_seed(seed)
         with clock("training"):
-            self.ref_chosen = self._all_logps(reference, self.chosen)
-            self.ref_rejected = self._all_logps(reference, self.rejected)
+            at_start = self._frozen_logps(start, chosen, rejected)
+            at_reference: tuple[Tensor | None, Tensor | None] = (None, None)
+            if reference is not None and not self.objective.moving:
+                at_reference = (
+                    at_start
+                    if reference is start
+                    else self._frozen_logps(reference, chosen, rejected)
+                )
+        self.pairs = Pairs(chosen, rejected, *at_start, *at_reference)
         per_epoch = -(-len(pairs) // settings.batch_size)
         self.total_updates = per_epoch * settings.epochs
-        self.learner = Learner(policy, settings, total_updates=self.total_updates)
+        self.learner = Learner(
+            policy, settings, total_updates=self.total_updates, ema_decay=settings.ema_decay
+        )
         self._preflight()
 
     def run(self) -> Iterator[tuple[int, int, dict[str, float]]]:
         """Yields (update from 1, response tokens trained on, metrics)."""
-        s = self.settings
+        s, pairs = self.settings, self.pairs
         self.policy.train()
         for epoch in range(s.epochs):
             for rows in length_sorted_batches(self.lengths, s.batch_size, self.order):
-                shares = [
-                    (float(len(micro)), partial(self._loss, micro, len(rows)))
-                    for micro in chunks(rows, s.micro_batch_size)
-                ]
                 with self.clock("training"):
-                    metrics = self.learner.update(
-                        shares, name=f"epoch {epoch + 1}, pairs {sorted(rows)[:8]}"
-                    )
-                tokens = int(self.chosen.lengths[rows].sum() + self.rejected.lengths[rows].sum())
-                yield self.learner.updates, tokens, {f"policy/{k}": v for k, v in metrics.items()}
+                    metrics = update(
+                        self.objective, self.learner, pairs, rows, s.micro_batch_size,
+                        name=f"epoch {epoch + 1}, pairs {sorted(rows)[:8]}",
+                    )  # fmt: skip
+                    if self.reference is not None and s.reference_decay is not None:
+                        follow(self.reference, self.policy, s.reference_decay)
+                tokens = int(pairs.chosen.lengths[rows].sum() + pairs.rejected.lengths[rows].sum())
+                yield self.learner.updates, tokens, metrics
 
-    def _loss(self, rows: list[int], num_pairs: int) -> LossOutput:
-        s = self.settings
-        options: dict[str, Any] = (
-            {"label_smoothing": s.label_smoothing} if s.label_smoothing else {}
-        )
-        return PREFERENCE_LOSSES[s.loss](
-            self._logps(self.policy, self.chosen.select(rows)),
-            self._logps(self.policy, self.rejected.select(rows)),
-            self.ref_chosen[rows],
-            self.ref_rejected[rows],
-            beta=s.beta,
-            denominator=num_pairs,
-            **options,
-        )
+    def _frozen_logps(
+        self, policy: PreTrainedModel, chosen: Sequences, rejected: Sequences
+    ) -> tuple[Tensor, Tensor]:
+        """(N,) each, from the cache where the same was computed before."""
+        size, device = self.settings.micro_batch_size, chosen.prompt_ids.device
 
-    def _logps(self, policy: PreTrainedModel, part: Sequences) -> Tensor:
-        """(B,) log-prob of each whole response, nats; float64, so that padding does not change a sum."""
-        return masked_sum(logprobs_of(policy, part, self.model).double(), part.response_mask, dim=1)
+        def compute() -> dict[str, Tensor]:
+            return {
+                "chosen": self.objective.all_logps(policy, chosen, size),
+                "rejected": self.objective.all_logps(policy, rejected, size),
+            }
 
-    def _all_logps(self, policy: PreTrainedModel, sequences: Sequences) -> Tensor:
-        """(B,), batch by batch as training does."""
-        device = sequences.prompt_ids.device
-        result = torch.zeros(len(sequences), dtype=torch.float64, device=device)
-        with torch.no_grad():
-            for rows in by_length(sequences, self.settings.micro_batch_size):
-                result[rows] = self._logps(policy, sequences.select(rows))
-        return result
+        if self.cache is None:
+            found = compute()
+        else:
+            key = reference_key(
+                policy,
+                [chosen, rejected],
+                quantity="log-probs of whole responses in nats",
+                dtype=self.model.dtype,
+                micro_batch_size=size,
+                chunk_tokens=self.model.logits_chunk_tokens,
+            )
+            found = self.cache.get_or_compute(key, compute)
+        return found["chosen"].to(device), found["rejected"].to(device)
 
     def _preflight(self) -> None:
-        """The policy starts as the reference: the first batch's log-probs are equal in train mode."""
-        batch = by_length(self.chosen, self.settings.micro_batch_size)[0]
-        part = self.chosen.select(batch)
+        """The policy starts as the start: the first batch's log-probs are equal in train mode."""
+        rows = by_length(self.pairs.chosen, self.settings.micro_batch_size)[0]
         self.policy.train()
         with torch.no_grad():
-            logps = self._logps(self.policy, part)
+            logps = self.objective.logps(self.policy, self.pairs.chosen.select(rows))
         everything = torch.ones_like(logps, dtype=torch.bool)
-        preflight.check_reference(logps, self.ref_chosen[batch], everything)
+        preflight.check_reference(logps, self.pairs.start_chosen[rows], everything)
+
+
+class OnlinePreferenceTrainer:
+    """Sample, label by the score, learn from the pairs (online DPO, Guo et al. 2024, arXiv:2402.04792).
+
+    Of each prompt's answers, the best-scored is chosen and the worst rejected; a prompt whose answers all
+    score the same gives no pair. The pairs' margin is the difference of scores. Arguments are those of
+    `rl.RlTrainer` and `PreferenceTrainer`.
+    """
+
+    def __init__(
+        self,
+        settings: config.OnlinePreferenceCandidate,
+        model: config.Model,
+        *,
+        policy: PreTrainedModel,
+        start: PreTrainedModel,
+        reference: PreTrainedModel | None,
+        score: Score,
+        codec: TextCodec,
+        prompts: Sequence[list[int]],
+        seed: int,
+        clock: Clock,
+    ) -> None:
+        self.settings, self.model, self.policy, self.clock = settings, model, policy, clock
+        self.start, self.reference, self.codec = start, reference, codec
+        self.objective = PairObjective(
+            settings, model,
+            policy=policy, reference=reference, moving=settings.reference_decay is not None,
+            temperature=settings.temperature, has_margins=True,
+        )  # fmt: skip
+        self.rollouts = Rollouts(
+            settings, model,
+            policy=policy, score=score, codec=codec, prompts=prompts, seed=seed, clock=clock,
+        )  # fmt: skip
+        self.order = torch.Generator().manual_seed(seed + 1)
+        updates = settings.epochs_per_step * settings.minibatches
+        self.learner = Learner(
+            policy, settings, total_updates=settings.steps * updates, ema_decay=settings.ema_decay
+        )
+        self.budget = Budget(settings.kl_budget_nats, policy)
+        self.collected = 0
+
+    def run(self) -> Iterator[tuple[int, Rollout, dict[str, float]]]:
+        """Yields (step, rollout, metrics) after each step from 1; over the KL budget it ends."""
+        s = self.settings
+        for step in range(1, s.steps + 1):
+            rollout, pairs, metrics = self.collect()
+            if not self._within_budget(metrics, step - 1):
+                return
+            yield step, rollout, metrics | self._update(pairs)
+            if self.reference is not None and s.reference_decay is not None:
+                follow(self.reference, self.policy, s.reference_decay)
+        if s.kl_budget_nats is not None:
+            self._within_budget(self.collect()[2], s.steps)
+
+    def _within_budget(self, metrics: dict[str, float], step: int) -> bool:
+        kl_nats = metrics["policy/kl_nats"]
+        return self.budget.within(kl_nats, step=step, updates=self.learner.updates)
+
+    def collect(self) -> tuple[Rollout, Pairs | None, dict[str, float]]:
+        """Sample and label; None where no prompt gave a pair. The first batch is checked."""
+        rollout = self.rollouts.collect()
+        with self.clock("training"):
+            pairs, metrics = self._labelled(rollout)
+        self.collected += 1
+        return rollout, pairs, metrics
+
+    def _labelled(self, rollout: Rollout) -> tuple[Pairs | None, dict[str, float]]:
+        s, device = self.settings, next(self.policy.parameters()).device
+        groups = rollout.scores.view(-1, s.samples_per_prompt)
+        first = torch.arange(len(groups)) * s.samples_per_prompt
+        best, worst = groups.argmax(1) + first, groups.argmin(1) + first
+        margins = rollout.scores[best] - rollout.scores[worst]
+        decided = margins > 0
+        sequences = Sequences.from_rows(
+            rollout.prompts, [c.ids for c in rollout.completions], self.codec.pad_id
+        ).to(device)
+        batches = by_length(sequences, s.micro_batch_size)
+        now, then = (
+            scatter(sequences, batches, partial(self._logprobs, policy))
+            for policy in (self.policy, self.start)
+        )
+        mask = sequences.response_mask
+        metrics = {
+            "policy/proxy": float(rollout.scores.mean()),
+            "policy/proxy_std": float(rollout.scores.std(correction=0)),
+            "policy/kl_nats": float(masked_sum(k3(now, then), mask, dim=1).mean()),
+            "policy/length_tokens": float(sequences.lengths.float().mean()),
+            "policy/ended_fraction": float(rollout.ended.float().mean()),
+            "policy/pairs": float(decided.sum()),
+            **{f"policy/{key}": value for key, value in rollout.metrics.items()},
+        }
+        if self.collected == 0:
+            preflight.check_mask_selects_sampled(sequences, rollout.completions)
+            preflight.check_reference(now, then, mask)
+        if not bool(decided.any()):
+            return None, metrics
+        start = masked_sum(then.double(), mask, dim=1)
+        chosen, rejected = best[decided], worst[decided]
+        sides = sequences.select(chosen), sequences.select(rejected)
+        ref: list[Tensor | None] = [None, None]
+        if self.reference is not None and not self.objective.moving:
+            size = s.micro_batch_size
+            ref = [self.objective.all_logps(self.reference, side, size) for side in sides]
+        pairs = Pairs(
+            *sides, start[chosen], start[rejected], ref[0], ref[1], margins[decided].to(device)
+        )
+        return pairs, metrics
+
+    def _update(self, pairs: Pairs | None) -> dict[str, float]:
+        """All epochs and minibatches over the pairs; the mean of each metric."""
+        if pairs is None:
+            return {}
+        s, found = self.settings, list[dict[str, float]]()
+        size = -(-len(pairs) // s.minibatches)
+        self.policy.train()
+        lengths = (pairs.chosen.lengths + pairs.rejected.lengths).tolist()
+        for epoch in range(s.epochs_per_step):
+            for rows in length_sorted_batches(lengths, size, self.order):
+                name = f"rollout {self.collected}, epoch {epoch + 1}, pairs {sorted(rows)[:8]}"
+                with self.clock("training"):
+                    found.append(
+                        update(
+                            self.objective, self.learner, pairs, rows, s.micro_batch_size, name=name
+                        )
+                    )
+        return {key: sum(m[key] for m in found) / len(found) for key in found[0]}
+
+    def _logprobs(self, policy: PreTrainedModel, part: Sequences) -> Tensor:
+        return logprobs_of(
+            policy, part, self.model, self.settings.temperature,
+            chunk_tokens=self.model.logits_chunk_tokens,
+        )  # fmt: skip
+
+
+def update(
+    objective: PairObjective,
+    learner: Learner,
+    pairs: Pairs,
+    rows: list[int],
+    micro_batch_size: int,
+    *,
+    name: str,
+) -> dict[str, float]:
+    """One optimizer step over a batch of pairs."""
+    batch = objective.batch(pairs, rows, micro_batch_size)
+    shares: list[tuple[float, Callable]] = [
+        (float(len(micro)), partial(objective.loss, pairs, micro, batch))
+        for micro in chunks(rows, micro_batch_size)
+    ]
+    metrics = learner.update(shares, name=name)
+    objective.after(metrics, len(rows))
+    return {f"policy/{key}": value for key, value in metrics.items()}

@@ -1,8 +1,8 @@
-"""Reinforcement learning on a score. An algorithm is three names: an advantage, a loss, a place for KL."""
+"""Reinforcement learning on a score. An algorithm is named parts: an advantage, a loss, a place for KL."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,41 +11,60 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf import config
-from rlhf.algos.advantages import estimate, token_rewards, whiten
-from rlhf.algos.kl import KL_ESTIMATORS, k3, kl_loss
+from rlhf.algos import parts
+from rlhf.algos.advantages import ADVANTAGES, clip_advantages, has_spread, token_rewards, whiten
+from rlhf.algos.kl import KL_ESTIMATORS, adapt_kl_coef, full_kl_loss, k3, kl_loss
 from rlhf.algos.logprobs import token_entropy, token_logprobs
-from rlhf.algos.masking import masked_mean, masked_sum, reduction_denominator
-from rlhf.algos.policy_losses import POLICY_LOSSES, clipped_value_loss, entropy_bonus
+from rlhf.algos.masking import masked_mean, masked_sum, reduction_denominator, select
+from rlhf.algos.policy_losses import (
+    POLICY_LOSSES,
+    clipped_value_loss,
+    entropy_bonus,
+    importance_correction,
+)
+from rlhf.algos.truncation import TRUNCATION
 from rlhf.algos.types import LossOutput
 from rlhf.data.batching import chunks
 from rlhf.data.text import TextCodec
+from rlhf.errors import StageFailed
 from rlhf.learner import Learner
 from rlhf.models.policy import precision, response_logits
 from rlhf.models.scalar import ScalarModel
 from rlhf.models.sequences import Sequences
 from rlhf.optimise import preflight
-from rlhf.optimise.forward import by_length, logprobs_of, scatter
+from rlhf.optimise.anchor import Budget, follow
+from rlhf.optimise.forward import by_length, logprobs_of, scatter, token_stats
+from rlhf.optimise.rollouts import Rollout, Rollouts
 from rlhf.progress import Clock
-from rlhf.rollout import Completion, sample
+from rlhf.rewards.committee import Score
+from rlhf.rollout import Completion
 
-Score = Callable[[Sequence[list[int]], Sequence[str], Sequence[bool]], Tensor]
+ADVANTAGE_INPUTS = frozenset(
+    {"rewards", "scores", "values", "final_values", "response_mask", "group_size", "state"}
+)
+LOSS_INPUTS = frozenset({"logprobs", "old_logprobs", "advantages", "response_mask"})
 
 
 @dataclass(frozen=True)
 class Experience:
     """A rollout batch of B answers, the samples of a prompt next to each other. Constants to the losses.
 
-    scores: (B,). old_logprobs, ref_logprobs, advantages: (B, T). values, returns: (B, T) or None.
-    minibatches: rows of each update, of similar length, cut into micro-batches.
+    scores: (B,). old_logprobs, advantages: (B, T). ref_logprobs: (B, T) or None without a reference.
+    values, returns: (B, T) or None. kl_mask: (B, T) bool, the tokens on which the KL term counts;
+    kl_coef: its strength, the same in the rewards and in every update on this batch.
+    minibatches: rows of each update, of similar length, cut into micro-batches; rows that the losses
+    may not see are in none.
     """
 
     sequences: Sequences
     scores: Tensor
     old_logprobs: Tensor
-    ref_logprobs: Tensor
+    ref_logprobs: Tensor | None
     advantages: Tensor
     values: Tensor | None
     returns: Tensor | None
+    kl_mask: Tensor
+    kl_coef: float
     minibatches: list[list[list[int]]]
     metrics: dict[str, float]
 
@@ -54,27 +73,13 @@ class Experience:
         return int(self.sequences.response_mask.sum())
 
 
-class PromptStream:
-    """Prompts in random order without end: each is seen once before any is seen again."""
-
-    def __init__(self, prompts: Sequence[list[int]], seed: int) -> None:
-        self.prompts = prompts
-        self.generator = torch.Generator().manual_seed(seed)
-        self.queue: list[int] = []
-
-    def take(self, count: int) -> list[list[int]]:
-        """The next `count` prompts."""
-        while len(self.queue) < count:
-            self.queue += torch.randperm(len(self.prompts), generator=self.generator).tolist()
-        taken, self.queue = self.queue[:count], self.queue[count:]
-        return [self.prompts[i] for i in taken]
-
-
 class RlTrainer:
     """One candidate's loop: sample, score, estimate advantages, update policy and critic.
 
     Args:
-        policy: trained. reference: the frozen start. critic: values, or None without `gae`.
+        policy: trained. start: the frozen policy it starts as, to which `kl_nats` is measured.
+        reference: the policy of the KL term, which may be `start`, or None.
+        critic: values, for an advantage that reads them.
         score: (prompt ids, responses, ended) -> (B,) scores.
         seed: fixes sampling and order.
     """
@@ -85,7 +90,8 @@ class RlTrainer:
         model: config.Model,
         *,
         policy: PreTrainedModel,
-        reference: PreTrainedModel,
+        start: PreTrainedModel,
+        reference: PreTrainedModel | None,
         critic: ScalarModel | None,
         score: Score,
         codec: TextCodec,
@@ -94,121 +100,215 @@ class RlTrainer:
         clock: Clock,
     ) -> None:
         self.settings, self.model = settings, model
-        self.policy, self.reference, self.critic = policy, reference, critic
-        self.score, self.codec, self.clock, self.seed = score, codec, clock, seed
-        self.stream = PromptStream(prompts, seed)
+        self.policy, self.start, self.reference, self.critic = policy, start, reference, critic
+        self.codec, self.clock = codec, clock
+        self.estimator, self.loss = rl_parts(settings, has_critic=critic is not None)
+        self.rollouts = Rollouts(
+            settings, model,
+            policy=policy, score=score, codec=codec, prompts=prompts, seed=seed, clock=clock,
+        )  # fmt: skip
         self.order = torch.Generator().manual_seed(seed + 1)
         updates = settings.epochs_per_step * settings.minibatches
-        self.learner = Learner(policy, settings, total_updates=settings.steps * updates)
+        self.learner = Learner(
+            policy, settings, total_updates=settings.steps * updates, ema_decay=settings.ema_decay
+        )
         self.critic_learner = None
         if critic is not None and settings.value is not None:
             total = (settings.steps + settings.value.warmup_steps) * updates
             self.critic_learner = Learner(
                 critic, settings, total_updates=total, learning_rate=settings.value.learning_rate
             )
-        self.rollouts = 0
+        self.kl_coef = settings.kl.coef if settings.kl is not None else 0.0
+        self.advantage_state = torch.zeros(0)
+        self.budget = Budget(settings.kl_budget_nats, policy)
+        self.collected = 0
+        self.checked = False
 
     def run(self) -> Iterator[tuple[int, Experience, dict[str, float]]]:
-        """Yields (step, experience, metrics) after each step from 1; the caller saves and logs."""
-        warmup = self.settings.value.warmup_steps if self.settings.value else 0
-        for _ in range(warmup):
+        """Yields (step, experience, metrics) after each step from 1; the caller saves and logs.
+
+        Over the KL budget it ends, with the last weights that were within it; see `budget`.
+        """
+        s = self.settings
+        for _ in range(s.value.warmup_steps if s.value else 0):
             self._update(self.collect(), policy=False)
-        for step in range(1, self.settings.steps + 1):
+        for step in range(1, s.steps + 1):
             experience = self.collect()
+            if not self._within_budget(experience.metrics, step - 1):
+                return
             yield step, experience, self._update(experience, policy=True)
+            if self.reference is not None and s.reference_decay is not None:
+                follow(self.reference, self.policy, s.reference_decay)
+        if s.kl_budget_nats is not None:
+            self._within_budget(self.collect().metrics, s.steps)
+
+    def _within_budget(self, metrics: dict[str, float], step: int) -> bool:
+        kl_nats = metrics["policy/kl_nats"]
+        return self.budget.within(kl_nats, step=step, updates=self.learner.updates)
 
     # --- experience ---
 
     def collect(self) -> Experience:
-        """Sample a batch and compute every constant the losses need. The first batch is checked."""
-        s = self.settings
-        prompts = [
-            prompt for prompt in self.stream.take(s.prompts_per_step)
-            for _ in range(s.samples_per_prompt)
-        ]  # fmt: skip
-        with self.clock("sampling"):
-            completions = sample(
-                self.policy,
-                prompts,
-                max_new_tokens=self.model.max_response_tokens,
-                dtype=self.model.dtype,
-                temperature=s.temperature,
-                eos_id=self.codec.eos_id,
-                pad_id=self.codec.pad_id,
-                seed=self.seed + 1000 + self.rollouts,
-                batch_size=len(prompts),
-            )
-        with self.clock("scoring"):
-            texts = [self.codec.decode(completion.ids) for completion in completions]
-            scores = self.score(prompts, texts, [c.ended for c in completions])
+        """Sample a batch and compute every constant the losses need. The first that trains is checked."""
+        rollout = self.rollouts.collect()
         with self.clock("training"):
-            experience = self._constants(prompts, completions, scores)
-        if self.rollouts == 0:
-            self._preflight(experience, completions)
-        self.rollouts += 1
+            experience = self._constants(rollout)
+        if not self.checked and experience.minibatches:
+            self._preflight(experience, rollout.completions)
+            self.checked = True
+        self.collected += 1
         return experience
 
-    def _constants(
-        self, prompts: list[list[int]], completions: list[Completion], scores: Tensor
-    ) -> Experience:
+    def _constants(self, rollout: Rollout) -> Experience:
         s = self.settings
         device = next(self.policy.parameters()).device
         sequences = Sequences.from_rows(
-            prompts, [c.ids for c in completions], self.codec.pad_id
+            rollout.prompts, [c.ids for c in rollout.completions], self.codec.pad_id
         ).to(device)
-        if self.rollouts == 0:  # everything below relies on it
-            preflight.check_mask_selects_sampled(sequences, completions)
-        scores, mask = scores.to(device), sequences.response_mask
-        size = len(prompts) // s.minibatches
-        minibatches = [chunks(rows, s.micro_batch_size) for rows in by_length(sequences, size)]
-        batches = [micro for minibatch in minibatches for micro in minibatch]
+        if self.collected == 0:  # everything below relies on it
+            preflight.check_mask_selects_sampled(sequences, rollout.completions)
+        raw, ended = rollout.scores.to(device), rollout.ended.to(device)
+        mask = sequences.response_mask
+        minibatches = self._cut(sequences, list(range(len(sequences))))
+        batches = _flat(minibatches)
         old = scatter(sequences, batches, lambda part: self._logprobs(self.policy, part))
-        ref = scatter(sequences, batches, lambda part: self._logprobs(self.reference, part))
-        values = None
-        if self.critic is not None:
-            values = scatter(sequences, batches, self._values)
-        in_reward = s.kl.coef if s.kl.where == "reward" else 0.0
-        rewards = token_rewards(
-            scores, KL_ESTIMATORS[s.kl.estimator](old, ref), mask, kl_coef=in_reward
+        start = scatter(sequences, batches, lambda part: self._logprobs(self.start, part))
+        ref = self._reference_logprobs(sequences, batches, start)
+        values, final_values = self._all_values(sequences, batches, ended)
+        truncate = TRUNCATION[s.truncated.kind]
+        limit = {"max_length": self.model.max_response_tokens}
+        truncation = parts.call(
+            truncate,
+            {"scores": raw, "ended": ended, "lengths": sequences.lengths},
+            **(limit if "max_length" in parts.options(truncate) else {}),
+            **s.truncated.arguments(),
         )
-        estimated = estimate(
-            s.advantage,
-            rewards=rewards,
-            scores=scores,
-            values=values,
-            response_mask=mask,
-            group_size=s.samples_per_prompt,
-            gamma=s.gamma,
-            gae_lambda=s.gae_lambda,
+        estimated = parts.call(
+            self.estimator,
+            {
+                "rewards": self._rewards(truncation.scores, old, ref, mask),
+                "scores": truncation.scores,
+                "values": values,
+                "final_values": final_values,
+                "response_mask": mask,
+                "group_size": s.samples_per_prompt,
+                "state": self.advantage_state,
+            },
+            **s.advantage.arguments(),
         )
-        advantages = (
-            whiten(estimated.advantages, mask) if s.whiten_advantages else estimated.advantages
-        )
+        if estimated.state is not None:
+            self.advantage_state = estimated.state
+        keep = torch.ones_like(ended)
+        for allowed in (truncation.keep, estimated.keep):
+            keep = keep if allowed is None else keep & allowed
+        if not bool(keep.all()):
+            # The ratio starts at 1 only if old log-probs come from the batches that training uses.
+            minibatches = self._cut(sequences, keep.nonzero().flatten().tolist())
+            again = scatter(
+                sequences, _flat(minibatches), lambda part: self._logprobs(self.policy, part)
+            )
+            old = torch.where(keep[:, None], again, old)
+        advantages = estimated.advantages
+        if s.whiten_advantages:
+            advantages = whiten(advantages, mask & keep[:, None])
+        if s.clip_advantages is not None:
+            advantages = clip_advantages(advantages, limit=s.clip_advantages)
+        sampled = _sampler_logprobs(old, rollout.completions, mask)
+        found = {**truncation.metrics, **estimated.metrics}
+        if s.correction is not None:
+            weights, corrected = importance_correction(old, sampled, mask, cap=s.correction.cap)
+            advantages = select(advantages * weights, mask)
+            found |= corrected
         metrics = {
-            "policy/proxy": float(scores.mean()),
-            "policy/proxy_std": float(scores.std(correction=0)),
-            "policy/kl_nats": float(masked_sum(k3(old, ref), mask, dim=1).mean()),
+            "policy/proxy": float(raw.mean()),
+            "policy/proxy_std": float(raw.std(correction=0)),
+            "policy/kl_nats": float(masked_sum(k3(old, start), mask, dim=1).mean()),
             "policy/length_tokens": float(sequences.lengths.float().mean()),
-            "policy/ended_fraction": sum(c.ended for c in completions) / len(completions),
-            "policy/sampler_mismatch_nats": _mismatch(old, completions, mask),
-            **{f"policy/{key}": float(value) for key, value in estimated.metrics.items()},
+            "policy/ended_fraction": float(ended.float().mean()),
+            "policy/sampler_mismatch_nats": float(masked_mean((old - sampled).abs(), mask)),
+            **{f"policy/{key}": value for key, value in rollout.metrics.items()},
+            **{f"policy/{key}": float(value) for key, value in found.items()},
         }
+        if not bool(keep.all()):
+            metrics["policy/kept_fraction"] = float(keep.float().mean())
+        if ref is not None and self.reference is not self.start:
+            metrics["policy/kl_reference_nats"] = float(
+                masked_sum(k3(old, ref), mask, dim=1).mean()
+            )
+        kl_coef = self.kl_coef
+        if s.kl is not None and s.kl.target is not None:
+            metrics["policy/kl_coef"] = kl_coef
+            self.kl_coef = adapt_kl_coef(
+                kl_coef,
+                metrics.get("policy/kl_reference_nats", metrics["policy/kl_nats"]),
+                target_nats=s.kl.target.nats,
+                horizon=s.kl.target.horizon,
+                num_samples=len(sequences),
+            )
         if estimated.returns is not None and values is not None:
             metrics["value/explained_variance"] = _explained(values[mask], estimated.returns[mask])
         return Experience(
-            sequences,
-            scores,
-            old,
-            ref,
-            advantages,
-            values,
-            estimated.returns,
-            minibatches,
-            metrics,
+            sequences, raw, old, ref, advantages, values, estimated.returns,
+            self._kl_mask(truncation.scores, mask), kl_coef, minibatches, metrics,
+        )  # fmt: skip
+
+    def _cut(self, sequences: Sequences, rows: list[int]) -> list[list[list[int]]]:
+        """Rows of similar length together: as many minibatches as declared, in micro-batches."""
+        if not rows:
+            return []
+        size = -(-len(rows) // self.settings.minibatches)
+        sorted_rows = by_length(sequences.select(rows), size)
+        return [
+            chunks([rows[i] for i in minibatch], self.settings.micro_batch_size)
+            for minibatch in sorted_rows
+        ]
+
+    def _rewards(self, scores: Tensor, old: Tensor, ref: Tensor | None, mask: Tensor) -> Tensor:
+        kl = self.settings.kl
+        if kl is None or kl.where != "reward" or ref is None:
+            return token_rewards(scores, torch.zeros_like(old), mask, kl_coef=0.0)
+        return token_rewards(
+            scores, KL_ESTIMATORS[kl.estimator](old, ref), mask, kl_coef=self.kl_coef
         )
 
+    def _reference_logprobs(
+        self, sequences: Sequences, batches: list[list[int]], start: Tensor
+    ) -> Tensor | None:
+        reference = self.reference
+        if reference is None or reference is self.start:
+            return None if reference is None else start
+        return scatter(sequences, batches, lambda part: self._logprobs(reference, part))
+
+    def _all_values(
+        self, sequences: Sequences, batches: list[list[int]], ended: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """V of the state before each token (B, T); V after the last one where the answer was cut (B,)."""
+        critic = self.critic
+        if critic is None:
+            return None, None
+        values = scatter(sequences, batches, self._values)
+        if "final_values" not in parts.inputs(self.estimator):
+            return values, None
+        final = torch.zeros(len(sequences), device=values.device)
+        with torch.no_grad(), precision(self.model, values.device):
+            for rows in batches:
+                final[rows] = critic.scores(sequences.select(rows)).float()
+        return values, torch.where(ended, 0.0, final)
+
+    def _kl_mask(self, scores: Tensor, mask: Tensor) -> Tensor:
+        kl = self.settings.kl
+        if kl is None or kl.zero_spread_groups != "skip":
+            return mask
+        return mask & has_spread(scores, self.settings.samples_per_prompt)[:, None]
+
     def _logprobs(self, policy: PreTrainedModel, part: Sequences) -> Tensor:
-        return logprobs_of(policy, part, self.model, self.settings.temperature)
+        return logprobs_of(
+            policy,
+            part,
+            self.model,
+            self.settings.temperature,
+            chunk_tokens=self.model.logits_chunk_tokens,
+        )
 
     def _values(self, part: Sequences) -> Tensor:
         assert self.critic is not None
@@ -217,52 +317,61 @@ class RlTrainer:
 
     def _preflight(self, experience: Experience, completions: list[Completion]) -> None:
         """Ratio 1, KL 0, sampler and trainer agree; through the very forward pass that training uses."""
-        sequences, mask = experience.sequences, experience.sequences.response_mask
-        batches = [micro for minibatch in experience.minibatches for micro in minibatch]
+        sequences, batches = experience.sequences, _flat(experience.minibatches)
+        seen = torch.zeros_like(sequences.response_mask)
+        seen[[row for batch in batches for row in batch]] = True
+        mask = sequences.response_mask & seen
         self.policy.train()
         again = scatter(sequences, batches, lambda part: self._logprobs(self.policy, part))
         preflight.check_ratio(again, experience.old_logprobs, mask)
-        preflight.check_reference(experience.old_logprobs, experience.ref_logprobs, mask)
-        sampled = torch.zeros_like(again)
-        sampled[mask] = torch.tensor(
-            [p for c in completions for p in c.logprobs], device=sampled.device
-        )
+        start = scatter(sequences, batches, lambda part: self._logprobs(self.start, part))
+        preflight.check_reference(experience.old_logprobs, start, mask)
+        sampled = _sampler_logprobs(again, completions, sequences.response_mask)
         preflight.check_sampler(experience.old_logprobs, sampled, mask, self.model.dtype)
 
     # --- updates ---
 
     def _update(self, experience: Experience, *, policy: bool) -> dict[str, float]:
         """All epochs and minibatches over one batch; returns each metric's mean, a `*_max`'s maximum."""
+        updates = list(self._updates(experience, policy=policy))
+        joined = {
+            key: max(m[key] for m in updates)
+            if key.endswith("_max")
+            else sum(m[key] for m in updates) / len(updates)
+            for key in (updates[0] if updates else {})
+        }
+        if self.settings.stop_epochs_nats is not None:
+            joined["policy/updates_per_step"] = float(len(updates))
+        return {**experience.metrics, **joined}
+
+    def _updates(self, experience: Experience, *, policy: bool) -> Iterator[dict[str, float]]:
+        """One minibatch after another, until all are done or the policy is too far from the sampler."""
         s = self.settings
-        collected: list[dict[str, float]] = []
-        with self.clock("training"):
-            for epoch in range(s.epochs_per_step):
-                order = torch.randperm(len(experience.minibatches), generator=self.order).tolist()
-                for index in order:
-                    minibatch = experience.minibatches[index]
-                    rows = [row for micro in minibatch for row in micro]
-                    name = f"rollout {self.rollouts}, epoch {epoch + 1}, minibatch {index + 1}"
-                    denominator = self._denominator(experience, rows)
-                    found: dict[str, float] = {}
+        for epoch in range(s.epochs_per_step):
+            order = torch.randperm(len(experience.minibatches), generator=self.order).tolist()
+            for index in order:
+                minibatch = experience.minibatches[index]
+                rows = [row for micro in minibatch for row in micro]
+                name = f"rollout {self.collected}, epoch {epoch + 1}, minibatch {index + 1}"
+                denominator = self._denominator(experience, rows)
+                found: dict[str, float] = {}
+                with self.clock("training"):
                     if policy:
                         found |= self._policy_update(experience, minibatch, denominator, name)
                     if self.critic_learner is not None:
                         found |= self._value_update(experience, minibatch, denominator, name)
-                    collected.append(found)
-        joined = {
-            key: max(m[key] for m in collected)
-            if key.endswith("_max")
-            else sum(m[key] for m in collected) / len(collected)
-            for key in collected[0]
-        }
-        return {**experience.metrics, **joined}
+                yield found
+                if policy and s.stop_epochs_nats is not None and _moved(found) > s.stop_epochs_nats:
+                    return
 
     def _denominator(self, experience: Experience, rows: list[int]) -> float:
-        """What a minibatch's sum is divided by; `constant_length` takes the rollout's mean length."""
-        mask = experience.sequences.response_mask
-        if self.settings.reduction == "constant_length":
+        """What a minibatch's sum is divided by."""
+        mask, s = experience.sequences.response_mask, self.settings
+        if s.length_constant == "batch_mean":
             return len(rows) * experience.num_tokens / len(mask)
-        return float(reduction_denominator(mask[rows], self.settings.reduction))
+        return float(
+            reduction_denominator(mask[rows], s.reduction, length=self.model.max_response_tokens)
+        )
 
     def _policy_update(
         self, experience: Experience, minibatch: list[list[int]], denominator: float, name: str
@@ -282,36 +391,62 @@ class RlTrainer:
     def _policy_loss(self, e: Experience, rows: list[int], denominator: float) -> LossOutput:
         s, part = self.settings, e.sequences.select(rows)
         width = part.response_ids.shape[1]
-        with precision(self.model, part.prompt_ids.device):
-            logits = response_logits(self.policy, part)
-        logprobs = token_logprobs(logits, part.response_ids, temperature=s.temperature)
         shared: dict[str, Any] = {"reduction": s.reduction, "denominator": denominator}
-        clips = {"clip_low": s.clip_low, "clip_high": s.clip_high} if s.loss == "ppo_clip" else {}
-        loss, metrics = POLICY_LOSSES[s.loss](
-            logprobs,
-            e.old_logprobs[rows, :width],
-            e.advantages[rows, :width],
-            part.response_mask,
+        logprobs, entropy, logits = self._forward(part)
+        loss, metrics = parts.call(
+            self.loss,
+            {
+                "logprobs": logprobs,
+                "old_logprobs": e.old_logprobs[rows, :width],
+                "advantages": e.advantages[rows, :width],
+                "response_mask": part.response_mask,
+            },
             **shared,
-            **clips,
+            **s.loss.arguments(),
         )
-        # Without a coefficient it is only reported; autograd would keep tables of (B, T, V) for it.
-        with torch.set_grad_enabled(s.entropy_coef > 0):
-            entropy = token_entropy(logits, temperature=s.temperature)
         bonus = entropy_bonus(entropy, part.response_mask, **shared)
         metrics = {**metrics, **bonus.metrics}
         if s.entropy_coef:
             loss = loss + s.entropy_coef * bonus.loss
-        if s.kl.where == "loss" and s.kl.coef:
-            penalty = kl_loss(
-                logprobs,
-                e.ref_logprobs[rows, :width],
-                part.response_mask,
-                estimator=s.kl.estimator,
-                **shared,
-            )
-            loss = loss + s.kl.coef * penalty.loss
+        if s.kl is not None and s.kl.where == "loss":
+            kl_mask = e.kl_mask[rows, :width]
+            if logits is not None:
+                assert self.reference is not None
+                with torch.no_grad(), precision(self.model, logits.device):
+                    ref_logits = response_logits(self.reference, part)
+                penalty = full_kl_loss(
+                    logits, ref_logits, kl_mask, temperature=s.temperature, **shared
+                )
+            else:
+                assert e.ref_logprobs is not None
+                ref = e.ref_logprobs[rows, :width]
+                penalty = kl_loss(logprobs, ref, kl_mask, estimator=s.kl.estimator, **shared)
+            loss = loss + e.kl_coef * penalty.loss
         return LossOutput(loss, metrics)
+
+    def _forward(self, part: Sequences) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Log-probs and entropy (b, t), and the logits (b, t, V) where the KL term needs them all."""
+        s = self.settings
+        # Without a coefficient entropy is only reported; autograd would keep (B, T, V) tables for it.
+        wanted = s.entropy_coef > 0
+        if s.kl is None or s.kl.estimator != "full":
+            stats = token_stats(
+                self.policy,
+                part,
+                self.model,
+                temperature=s.temperature,
+                chunk_tokens=self.model.logits_chunk_tokens,
+                with_entropy=True,
+                entropy_gradient=wanted,
+            )
+            assert stats.entropy is not None
+            return stats.logprobs, stats.entropy, None
+        with precision(self.model, part.prompt_ids.device):
+            logits = response_logits(self.policy, part)
+        with torch.set_grad_enabled(wanted and torch.is_grad_enabled()):
+            entropy = token_entropy(logits, temperature=s.temperature)
+        logprobs = token_logprobs(logits, part.response_ids, temperature=s.temperature)
+        return logprobs, entropy, logits
 
     def _value_update(
         self, experience: Experience, minibatch: list[list[int]], denominator: float, name: str
@@ -346,11 +481,38 @@ class RlTrainer:
         return LossOutput(value.coef * loss, metrics)
 
 
-def _mismatch(logprobs: Tensor, completions: list[Completion], mask: Tensor) -> float:
-    """Mean |trainer - sampler| log-prob in nats."""
-    sampled = torch.zeros_like(logprobs)
-    sampled[mask] = torch.tensor([p for c in completions for p in c.logprobs], device=mask.device)
-    return float(masked_mean((logprobs - sampled).abs(), mask))
+def rl_parts(settings: config.RlCandidate, *, has_critic: bool) -> tuple[Any, Any]:
+    """The functions of advantage and loss. Raises ValueError if a part of yours does not fit."""
+    estimator = parts.resolve(ADVANTAGES, settings.advantage.kind)
+    available = ADVANTAGE_INPUTS if has_critic else ADVANTAGE_INPUTS - {"values", "final_values"}
+    parts.check(
+        estimator, f"advantage={settings.advantage.kind}", available, settings.advantage.arguments()
+    )
+    loss = parts.resolve(POLICY_LOSSES, settings.loss.kind)
+    parts.check(loss, f"loss={settings.loss.kind}", LOSS_INPUTS, settings.loss.arguments())
+    return estimator, loss
+
+
+def _flat(minibatches: list[list[list[int]]]) -> list[list[int]]:
+    return [micro for minibatch in minibatches for micro in minibatch]
+
+
+def _sampler_logprobs(like: Tensor, completions: Sequence[Completion], mask: Tensor) -> Tensor:
+    """(B, T) log-probs in nats that the sampler gave its tokens; 0 elsewhere."""
+    sampled = torch.zeros_like(like)
+    sampled[mask] = torch.tensor(
+        [p for c in completions for p in c.logprobs], device=mask.device, dtype=sampled.dtype
+    )
+    return sampled
+
+
+def _moved(metrics: dict[str, float]) -> float:
+    if "policy/kl_old_nats" not in metrics:
+        raise StageFailed(
+            "stop_epochs_nats needs the metric kl_old_nats, which this loss does not report\n"
+            "  mend: report it, or leave stop_epochs_nats out"
+        )
+    return metrics["policy/kl_old_nats"]
 
 
 def _explained(values: Tensor, returns: Tensor) -> float:

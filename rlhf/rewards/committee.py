@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from rlhf import config
-from rlhf.algos.reward_model_losses import AGGREGATES
+from rlhf.algos.reward_model_losses import AGGREGATES, average_weights
 from rlhf.artifacts import read_json, remake
 from rlhf.data.text import TextCodec
 from rlhf.errors import BadInput
 from rlhf.models.policy import precision
 from rlhf.models.scalar import HEAD_FILE, ScalarModel
 from rlhf.models.sequences import Sequences
+
+Score = Callable[[Sequence[list[int]], Sequence[str], Sequence[bool]], Tensor]
 
 SCALE_FILE = "scale.json"
 SCORING_BATCH = 256
@@ -94,13 +98,33 @@ class Committee:
                 scores[m, index] = ((raw - mean) / std).cpu()
         return scores
 
-    def score(
-        self,
-        prompt_ids: Sequence[list[int]],
-        responses: Sequence[str],
-        ended: Sequence[bool],
-        *,
-        aggregate: str,
-    ) -> Tensor:
-        """(B,) one score per answer: the named aggregate over members."""
-        return AGGREGATES[aggregate](self.member_scores(prompt_ids, responses, ended))
+    def scorer(self, aggregate: config.Part) -> Score:
+        """What turns answers into the one score (B,) that is optimised."""
+        if aggregate.kind == "weight_average":
+            return self._averaged().scorer(_ONE_MEMBER)
+        combine = partial(AGGREGATES[aggregate.kind], **aggregate.arguments())
+
+        def score(
+            prompt_ids: Sequence[list[int]], responses: Sequence[str], ended: Sequence[bool]
+        ) -> Tensor:
+            return combine(self.member_scores(prompt_ids, responses, ended))
+
+        return score
+
+    def _averaged(self) -> Committee:
+        """One model with the members' mean weights (WARM), each head first put on its own scale.
+
+        The mean of weights is no mean of scores: its scale on the incoming policy's answers is close to
+        the members', not equal.
+        """
+        single = copy.deepcopy(self.members[0])
+        states = []
+        for member, (mean, std) in zip(self.members, self.scales, strict=True):
+            single.load_state_dict(member.state_dict())
+            single.rescale_(mean, std)
+            states.append({k: v.clone() for k, v in single.state_dict().items()})
+        single.load_state_dict(average_weights(states))
+        return Committee([single], [(0.0, 1.0)], self.codec, self.model)
+
+
+_ONE_MEMBER = config.Part(kind="mean")

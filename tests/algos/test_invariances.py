@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlhf.algos.kl import KL_ESTIMATORS, kl_loss
+from rlhf.algos.kl import KL_ESTIMATORS, full_kl_loss, kl_loss
 from rlhf.algos.masking import REDUCTIONS, reduction_denominator
 from rlhf.algos.policy_losses import POLICY_LOSSES, clipped_value_loss, entropy_bonus
 from rlhf.algos.types import LossOutput, combine_metrics
@@ -33,9 +33,16 @@ def _value(clip: float | None) -> TokenLoss:
     return lambda x, mask, **kwargs: clipped_value_loss(x[0], x[1], x[2], mask, clip=clip, **kwargs)
 
 
+def _full_kl(x: Tensor, mask: Tensor, **kwargs: object) -> LossOutput:
+    """Of two three-token distributions per place."""
+    logits, ref_logits = (torch.stack([y, -2 * y, 0.5 * y], dim=-1) for y in x[:2])
+    return full_kl_loss(logits, ref_logits, mask, **kwargs)  # type: ignore[arg-type]
+
+
 TOKEN_LOSSES: dict[str, TokenLoss] = {
     **{name: _policy(loss) for name, loss in POLICY_LOSSES.items()},
     **{f"kl_{name}": _kl(name) for name in KL_ESTIMATORS},
+    "kl_full": _full_kl,
     "value_clipped": _value(0.5),
     "value": _value(None),
     "entropy": lambda x, mask, **kwargs: entropy_bonus(x[0], mask, **kwargs),

@@ -1,18 +1,27 @@
 """Log-probabilities belong to the right token, whatever the padding, type or temperature."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from rlhf.algos.logprobs import (
+    chunked_logprobs,
     response_outputs,
+    selected_logprobs,
     sequence_logprobs,
     token_entropy,
     token_logprobs,
 )
-from rlhf.algos.masking import last_index
+from rlhf.algos.masking import last_index, select
 from rlhf.algos.policy_losses import POLICY_LOSSES, entropy_bonus
 
 VOCABULARY = 7
@@ -174,3 +183,319 @@ def test_entropy_bonus_raises_entropy() -> None:  # T7
     assert logits.grad is not None
     after = token_entropy(logits.detach() - 0.1 * logits.grad)
     assert after.item() > before.item() + 1e-3
+
+
+def test_tensors_on_different_devices_are_refused() -> None:
+    logits, ids, mask = torch.zeros(1, 2, 3), torch.zeros(1, 2).long(), torch.ones(1, 2).bool()
+    hidden, weight, bias = torch.zeros(1, 2, 4), torch.zeros(3, 4), torch.zeros(3)
+    for refused in (
+        lambda: token_logprobs(logits.to("meta"), ids),
+        lambda: selected_logprobs(logits.to("meta"), ids, mask),
+        lambda: selected_logprobs(logits, ids.to("meta"), mask),
+        lambda: chunked_logprobs(hidden.to("meta"), weight, ids, mask),
+        lambda: chunked_logprobs(hidden, weight.to("meta"), ids, mask),
+        lambda: chunked_logprobs(hidden, weight, ids.to("meta"), mask),
+        lambda: chunked_logprobs(hidden, weight, ids, mask, bias=bias.to("meta")),
+    ):
+        with pytest.raises(ValueError, match="devices differ"):
+            refused()
+
+
+# --- positions selected first, and chunks of them ---
+
+
+class Case:
+    """States, head and ids of 3 sequences of 5 tokens, 4 states wide, and a mask with holes.
+
+    Outside the mask states are NaN and ids are -100; `clean` states and ids hold numbers there.
+    """
+
+    def __init__(self, seed: int, dtype: torch.dtype = torch.float64, density: float = 0.6) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.clean = torch.randn(3, 5, 4, generator=generator).to(dtype)
+        self.weight = torch.randn(VOCABULARY, 4, generator=generator).to(dtype).requires_grad_()
+        self.bias = torch.randn(VOCABULARY, generator=generator).to(dtype).requires_grad_()
+        self.mask = torch.rand(3, 5, generator=generator) < density
+        self.clean_ids = torch.randint(VOCABULARY, (3, 5), generator=generator)
+        self.ids = torch.where(self.mask, self.clean_ids, -100)
+        self.hidden = torch.where(self.mask[..., None], self.clean, float("nan")).requires_grad_()
+        self.clean.requires_grad_()
+        self.slopes = torch.randn(2, 3, 5, generator=generator).to(dtype)
+
+    def gradients(self, logprobs: Tensor, entropy: Tensor | None, states: Tensor) -> list[Tensor]:
+        """Of a sum with random slopes, to the states, the weight and the bias."""
+        total = (self.slopes[0] * logprobs).sum()
+        if entropy is not None:
+            total = total + (self.slopes[1] * entropy).sum()
+        return list(torch.autograd.grad(total, [states, self.weight, self.bias]))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    dtype=st.sampled_from([torch.float64, torch.float32]),
+    density=st.sampled_from([0.3, 0.6, 1.1]),
+    chunk_size=st.integers(1, 16),
+    temperature=st.sampled_from([1.0, 0.5, 3.0]),
+    entropy_gradient=st.booleans(),
+)
+def test_chunks_are_the_full_logits(
+    seed: int,
+    dtype: torch.dtype,
+    density: float,
+    chunk_size: int,
+    temperature: float,
+    entropy_gradient: bool,
+) -> None:
+    case = Case(seed, dtype, density)
+    logits = case.clean @ case.weight.T + case.bias
+    logprobs = select(token_logprobs(logits, case.clean_ids, temperature=temperature), case.mask)
+    entropy = select(token_entropy(logits, temperature=temperature), case.mask)
+    expected = case.gradients(logprobs, entropy if entropy_gradient else None, case.clean)
+    chunked = chunked_logprobs(
+        case.hidden,
+        case.weight,
+        case.ids,
+        case.mask,
+        bias=case.bias,
+        temperature=temperature,
+        chunk_size=chunk_size,
+        entropy_gradient=entropy_gradient,
+    )
+    torch.testing.assert_close(chunked.logprobs, logprobs)
+    torch.testing.assert_close(chunked.entropy, entropy)
+    assert chunked.entropy.requires_grad == entropy_gradient
+    actual = case.gradients(
+        chunked.logprobs, chunked.entropy if entropy_gradient else None, case.hidden
+    )
+    for part, true in zip(actual, expected, strict=True):
+        torch.testing.assert_close(part, true)
+    outside = actual[0][~case.mask]  # C18
+    assert torch.equal(outside, torch.zeros_like(outside))
+
+
+def test_chunks_without_a_bias_and_with_every_default() -> None:
+    case = Case(0)
+    logits = case.clean @ case.weight.T
+    chunked = chunked_logprobs(case.hidden, case.weight, case.ids, case.mask)
+    expected = select(token_logprobs(logits, case.clean_ids), case.mask)
+    torch.testing.assert_close(chunked.logprobs, expected)
+    torch.testing.assert_close(chunked.entropy, select(token_entropy(logits), case.mask))
+    assert not chunked.entropy.requires_grad
+
+
+def test_chunks_have_right_derivatives() -> None:
+    case = Case(1)
+    states = case.clean.detach()
+
+    def both(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        return chunked_logprobs(
+            hidden, weight, case.ids, case.mask, bias=bias, chunk_size=4, entropy_gradient=True
+        )
+
+    assert torch.autograd.gradcheck(both, (states.requires_grad_(), case.weight, case.bias))
+
+
+def test_chunks_of_nothing_keep_their_place_in_the_graph() -> None:
+    case = Case(2)
+    nothing = torch.zeros_like(case.mask)
+    chunked = chunked_logprobs(case.hidden, case.weight, case.ids, nothing, entropy_gradient=True)
+    (chunked.logprobs + chunked.entropy).sum().backward()
+    assert torch.equal(chunked.logprobs, torch.zeros(3, 5, dtype=torch.float64))
+    assert case.hidden.grad is not None
+    assert torch.equal(case.hidden.grad, torch.zeros(3, 5, 4, dtype=torch.float64))
+    assert case.weight.grad is not None
+    assert not case.weight.grad.any()
+
+
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
+def test_chunks_without_a_graph(guard: Callable[[], Any]) -> None:
+    case = Case(3)
+    with guard():
+        chunked = chunked_logprobs(
+            case.hidden, case.weight, case.ids, case.mask, entropy_gradient=True
+        )
+    assert not chunked.logprobs.requires_grad
+    assert not chunked.entropy.requires_grad
+    logits = (case.clean @ case.weight.T).detach()
+    expected = select(token_logprobs(logits, case.clean_ids), case.mask)
+    torch.testing.assert_close(chunked.logprobs, expected)
+
+
+def test_chunks_under_autocast_are_the_head_under_autocast() -> None:
+    case = Case(4, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = torch.nn.functional.linear(case.clean, case.weight, case.bias)
+        chunked = chunked_logprobs(
+            case.hidden, case.weight, case.ids, case.mask, bias=case.bias, chunk_size=2,
+            entropy_gradient=True,
+        )  # fmt: skip
+    assert logits.dtype == torch.bfloat16
+    logprobs = select(token_logprobs(logits, case.clean_ids), case.mask)
+    entropy = select(token_entropy(logits), case.mask)
+    assert chunked.logprobs.dtype == chunked.entropy.dtype == torch.float32
+    torch.testing.assert_close(chunked.logprobs, logprobs, rtol=0, atol=1e-6)
+    torch.testing.assert_close(chunked.entropy, entropy, rtol=0, atol=1e-6)
+    expected = case.gradients(logprobs, entropy, case.clean)
+    actual = case.gradients(chunked.logprobs, chunked.entropy, case.hidden)
+    for part, true in zip(actual, expected, strict=True):
+        # The order of a sum in bfloat16, which has 8 bits.
+        torch.testing.assert_close(part, true, rtol=0.05, atol=0.05)
+
+
+def test_half_precision_in_gives_single_precision_out() -> None:
+    case = Case(5, torch.bfloat16)
+    chunked = chunked_logprobs(case.hidden, case.weight, case.ids, case.mask)
+    logits = case.clean @ case.weight.T
+    selected = selected_logprobs(logits, case.ids, case.mask)
+    true = logits.double().log_softmax(-1).gather(-1, case.clean_ids[..., None])[..., 0]
+    for actual in (chunked.logprobs, selected, token_logprobs(logits, case.clean_ids)):
+        assert actual.dtype == torch.float32
+        torch.testing.assert_close(
+            select(actual, case.mask).double(), select(true, case.mask), rtol=0, atol=1e-5
+        )
+    assert chunked.entropy.dtype == token_entropy(logits).dtype == torch.float32
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 2**31), temperature=st.sampled_from([1.0, 0.5]))
+def test_selected_logprobs_are_those_of_the_whole_table(seed: int, temperature: float) -> None:
+    case = Case(seed)
+    logits = (case.clean @ case.weight.T).detach().requires_grad_()
+    spoilt = torch.where(case.mask[..., None], logits.detach(), float("nan")).requires_grad_()
+    expected = select(token_logprobs(logits, case.clean_ids, temperature=temperature), case.mask)
+    actual = selected_logprobs(spoilt, case.ids, case.mask, temperature=temperature)
+    torch.testing.assert_close(actual, expected)
+    (case.slopes[0] * expected).sum().backward()
+    (case.slopes[0] * actual).sum().backward()
+    assert spoilt.grad is not None
+    assert logits.grad is not None
+    torch.testing.assert_close(spoilt.grad, logits.grad)
+    assert torch.equal(spoilt.grad[~case.mask], torch.zeros_like(spoilt.grad[~case.mask]))
+
+
+def test_selected_logprobs_take_temperature_one_by_default() -> None:
+    logits = torch.tensor([[[0.0, math.log(3)]]], dtype=torch.float64)
+    ids, mask = torch.tensor([[1]]), torch.tensor([[True]])
+    assert selected_logprobs(logits, ids, mask).item() == pytest.approx(math.log(3 / 4), abs=1e-12)
+
+
+class Tables(TorchDispatchMode):
+    """The tables made while it is on that are as wide as the vocabulary.
+
+    peak_bytes: the most that they took at any one time. rows: the most that one of a type had.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width, self.peak_bytes = width, 0
+        self.rows: dict[torch.dtype, int] = {}
+        self.live: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor) and x.ndim and x.shape[-1] == self.width:
+                storage = StorageWeakRef(x.untyped_storage())
+                self.live[storage.cdata] = (storage, x.untyped_storage().nbytes())
+                rows = x.numel() // self.width
+                self.rows[x.dtype] = max(self.rows.get(x.dtype, 0), rows)
+        self.live = {key: one for key, one in self.live.items() if not one[0].expired()}
+        self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self.live.values()))
+        return result
+
+
+def peak_bytes(num_tokens: int, path: str) -> int:
+    """Of tables with a column per token of the vocabulary, over forward and backward."""
+    vocabulary = 611
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, num_tokens, 3, generator=generator, requires_grad=True)
+    weight = torch.randn(vocabulary, 3, generator=generator, requires_grad=True)
+    ids = torch.randint(vocabulary, (2, num_tokens), generator=generator)
+    mask = torch.ones(2, num_tokens, dtype=torch.bool)
+    with Tables(vocabulary) as tables:
+        if path == "full":
+            logits = hidden @ weight.T
+            logprobs, entropy = token_logprobs(logits, ids), token_entropy(logits)
+        else:
+            logprobs, entropy = chunked_logprobs(
+                hidden, weight, ids, mask, chunk_size=16, entropy_gradient=path == "with entropy"
+            )
+        total = logprobs.sum()
+        (total + entropy.sum() if entropy.requires_grad else total).backward()
+    return tables.peak_bytes
+
+
+@pytest.mark.parametrize("path", ["without", "with entropy"])
+def test_chunked_memory_does_not_grow_with_the_sequence(path: str) -> None:
+    one_chunk = 16 * 611 * 4
+    short, long = peak_bytes(32, path), peak_bytes(256, path)
+    assert short == long
+    assert one_chunk <= long <= 8 * one_chunk
+    # The measure can fail: the full table grows, and is far above.
+    assert peak_bytes(256, "full") > 7 * peak_bytes(32, "full")
+    assert peak_bytes(256, "full") > 10 * long
+
+
+def test_default_chunks_are_a_quarter_of_2048_tokens() -> None:
+    ids = torch.zeros(1, 2048, dtype=torch.long)
+    hidden, weight = torch.zeros(1, 2048, 2), torch.zeros(VOCABULARY, 2)
+    with Tables(VOCABULARY) as tables:
+        chunked_logprobs(hidden, weight, ids, torch.ones_like(ids, dtype=torch.bool))
+    assert tables.rows[torch.float32] == 512
+
+
+def test_only_selected_logits_are_widened() -> None:
+    logits = torch.zeros(4, 8, 50, dtype=torch.bfloat16)
+    ids, mask = torch.zeros(4, 8, dtype=torch.long), torch.zeros(4, 8, dtype=torch.bool)
+    mask[0, 1:] = True
+    with Tables(50) as tables:
+        selected_logprobs(logits, ids, mask)
+    assert tables.rows[torch.float32] == 7
+    with Tables(50) as tables:
+        token_logprobs(logits, ids)
+    assert tables.rows[torch.float32] == 32
+
+
+def test_refusals_of_selecting_paths() -> None:
+    hidden, weight = torch.zeros(1, 2, 4), torch.zeros(3, 4)
+    ids, mask = torch.zeros(1, 2, dtype=torch.long), torch.ones(1, 2, dtype=torch.bool)
+    logits = torch.zeros(1, 2, 3)
+    for fault, refused in (
+        (
+            "hidden .* do not fit the mask",
+            lambda: chunked_logprobs(hidden[:, :1], weight, ids, mask),
+        ),
+        (
+            "hidden .* do not fit the mask",
+            lambda: chunked_logprobs(hidden[..., 0], weight, ids, mask),
+        ),
+        ("weight .* does not fit hidden", lambda: chunked_logprobs(hidden, weight.T, ids, mask)),
+        ("weight .* does not fit hidden", lambda: chunked_logprobs(hidden, weight[0], ids, mask)),
+        (
+            "bias .* does not fit weight",
+            lambda: chunked_logprobs(hidden, weight, ids, mask, bias=torch.zeros(4)),
+        ),
+        ("shapes differ", lambda: chunked_logprobs(hidden, weight, ids[:, :1], mask)),
+        ("must be bool", lambda: chunked_logprobs(hidden, weight, ids, mask.long())),
+        (
+            "chunk_size must be at least 1 token, got 0",
+            lambda: chunked_logprobs(hidden, weight, ids, mask, chunk_size=0),
+        ),
+        (
+            "temperature must be positive",
+            lambda: chunked_logprobs(hidden, weight, ids, mask, temperature=0.0),
+        ),
+        (
+            "temperature must be positive",
+            lambda: chunked_logprobs(hidden, weight, ids, mask, temperature=math.nan),
+        ),
+        ("logits .* do not fit the mask", lambda: selected_logprobs(logits[:, :1], ids, mask)),
+        ("logits .* do not fit the mask", lambda: selected_logprobs(logits[..., 0], ids, mask)),
+        ("shapes differ", lambda: selected_logprobs(logits, ids[:, :1], mask)),
+        ("temperature", lambda: selected_logprobs(logits, ids, mask, temperature=-1.0)),
+    ):
+        with pytest.raises(ValueError, match=fault):
+            refused()

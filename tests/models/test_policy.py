@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
 import torch
-from transformers import PreTrainedModel
+from torch import nn
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+    PreTrainedModel,
+)
 
 from rlhf.algos.logprobs import token_logprobs
 from rlhf.errors import BadInput
@@ -163,3 +176,193 @@ def test_directories_that_hold_no_model_are_refused(tmp_path: Path) -> None:
         policy.load_policy(tmp_path / "empty", tiny.CPU)
     with pytest.raises(BadInput, match="no such file"):
         policy.load_base(tiny.model_settings(base=str(tmp_path / "x.gguf")), tiny.tokenizer(), 0)
+
+
+# --- the head by itself ---
+
+SIZES: dict[str, Any] = {
+    "vocab_size": tiny.VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+}
+
+
+def phi() -> PreTrainedModel:
+    """A head with a bias."""
+    torch.manual_seed(0)
+    model = PhiForCausalLM(PhiConfig(**(SIZES | tiny.SPREAD | {"num_key_value_heads": 4}))).eval()
+    nn.init.normal_(model.lm_head.bias)
+    return model
+
+
+def gemma2(cap: float | None, spread: float = 0.3) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        **SIZES, head_dim=8, final_logit_softcapping=cap, initializer_range=spread
+    )
+    return Gemma2ForCausalLM(config).eval()
+
+
+def cohere(scale: float) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return CohereForCausalLM(CohereConfig(**SIZES, logit_scale=scale)).eval()
+
+
+def granite(scaling: float) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=scaling)).eval()
+
+
+LINEAR: dict[str, Callable[[], PreTrainedModel]] = {
+    **tiny.ARCHITECTURES,
+    "tied": lambda: tiny.llama(tie_word_embeddings=True),
+    "phi": phi,
+    "no cap": lambda: gemma2(None),
+    "no scale": lambda: cohere(1.0),
+    "no scaling": lambda: granite(1.0),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+@torch.no_grad()
+def test_head_of_hidden_states_gives_the_logits(name: str) -> None:
+    model = LINEAR[name]()
+    batch = Sequences.from_rows(PROMPTS, RESPONSES, tiny.PAD)
+    hidden = policy.response_hidden(model, batch)
+    assert hidden.shape == (*batch.response_ids.shape, 32)
+    weight, bias = policy.head_of(model)
+    expected = policy.response_logits(model, batch)
+    found = nn.functional.linear(hidden, weight, bias)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert weight is model.get_output_embeddings().weight
+    assert (bias is not None) == (name == "phi")
+
+
+NOT_LINEAR: dict[str, Callable[[], PreTrainedModel]] = {
+    "soft cap": lambda: gemma2(30.0),
+    # Its logits are small, so that the cap changes them by less than rounding does.
+    "soft cap of a fresh model": lambda: gemma2(30.0, spread=0.02),
+    "scale": lambda: cohere(0.0625),
+    "scaling": lambda: granite(8.0),
+    "scaling by little": lambda: granite(1.01),
+}
+
+
+@pytest.mark.parametrize("name", NOT_LINEAR)
+def test_a_model_that_changes_its_logits_after_the_head_is_refused(name: str) -> None:
+    model = NOT_LINEAR[name]()
+    batch = Sequences.from_rows(PROMPTS, RESPONSES, tiny.PAD)
+    for function in (policy.head_of, lambda m: policy.response_hidden(m, batch)):
+        with pytest.raises(BadInput, match=r"changes its logits[\s\S]*logits_chunk_tokens: null"):
+            function(model)
+
+
+def test_a_model_without_a_linear_head_is_refused() -> None:
+    body = tiny.llama().model
+    odd = tiny.llama()
+    odd.set_output_embeddings(nn.Sequential(odd.lm_head))
+    bodiless = tiny.llama()
+    bodiless.base_model_prefix = "none"
+    for model in (body, odd, bodiless):
+        with pytest.raises(BadInput, match=r"no linear output layer[\s\S]*logits_chunk_tokens"):
+            policy.head_of(model)
+
+
+def test_the_head_is_examined_once_per_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = tiny.llama(), tiny.llama(1)
+    seen: list[Any] = []
+    examine = policy._not_linear
+    monkeypatch.setattr(policy, "_not_linear", lambda *a: seen.append(a[0]) or examine(*a))
+    batch = Sequences.from_rows(PROMPTS, RESPONSES, tiny.PAD)
+    for model in (first, first, second):
+        policy.head_of(model)
+        policy.response_hidden(model, batch)
+    assert [id(model) for model in seen] == [id(first), id(second)]
+
+
+def test_examining_the_head_leaves_no_trace() -> None:
+    """Under autocast and in train mode too: no gradient, no hook, no other logits, no random number."""
+    model = tiny.llama().train()
+    batch = Sequences.from_rows(PROMPTS, RESPONSES, tiny.PAD)
+    before, state = policy.response_logits(model, batch), torch.get_rng_state()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        policy.head_of(model)
+    assert model.training
+    assert not model.lm_head._forward_hooks
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(policy.response_logits(model, batch), before)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# --- gradient checkpointing ---
+
+
+def saved_and_gradients(
+    model: PreTrainedModel, dtype: str
+) -> tuple[int, torch.Tensor, dict[str, torch.Tensor]]:
+    """Bytes that autograd keeps for the backward pass (weights apart), the loss, the gradients."""
+    model.train()
+    batch = Sequences.from_rows(PROMPTS, RESPONSES, tiny.PAD)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with policy.precision(tiny.model_settings(dtype=dtype), tiny.CPU):
+            found = logprobs(model, batch)
+        loss = torch.where(batch.response_mask, found, 0).sum()
+        size = sum(kept.values())
+    loss.backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return size, loss.detach(), gradients
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_checkpointing_keeps_less_and_changes_no_bit(name: str, dtype: str) -> None:
+    model, plain = tiny.ARCHITECTURES[name](), tiny.ARCHITECTURES[name]()
+    policy.enable_gradient_checkpointing(model)
+    size, loss, gradients = saved_and_gradients(model, dtype)
+    plain_size, plain_loss, plain_gradients = saved_and_gradients(plain, dtype)
+    assert torch.equal(loss, plain_loss)
+    assert gradients.keys() == plain_gradients.keys()
+    for key, gradient in gradients.items():
+        assert torch.equal(gradient, plain_gradients[key]), key
+    assert size < plain_size / 2
+
+
+def test_checkpointing_trains_layers_above_frozen_embeddings() -> None:
+    model, plain = tiny.llama(), tiny.llama()
+    policy.enable_gradient_checkpointing(model)
+    for each in (model, plain):
+        each.get_input_embeddings().requires_grad_(False)
+    found, expected = (saved_and_gradients(each, "float32")[2] for each in (model, plain))
+    assert found.keys() == expected.keys() and len(expected) > 10
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_checkpointing_leaves_sampling_and_the_saved_config_alone(tmp_path: Path) -> None:
+    model, plain = tiny.llama(), tiny.llama()
+    policy.enable_gradient_checkpointing(model)
+    prompt = torch.tensor([[5, 6, 7]])
+    assert model(prompt, use_cache=True).past_key_values.get_seq_length() == 3
+    for name, saved in (("a", model), ("b", plain)):
+        policy.save_policy(saved, tiny.tokenizer(), tmp_path / name)
+    for file in (tmp_path / "a").iterdir():
+        assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes(), file.name
+
+
+def test_checkpointing_that_the_model_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.llama()
+    monkeypatch.setattr(type(model), "supports_gradient_checkpointing", False)
+    with pytest.raises(BadInput, match=r"LlamaForCausalLM[\s\S]*gradient_checkpointing: false"):
+        policy.enable_gradient_checkpointing(model)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,40 +13,44 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf import config
+from rlhf.algos.types import Advantages, LossOutput
 from rlhf.errors import StageFailed
+from rlhf.models.policy import enable_gradient_checkpointing
 from rlhf.models.scalar import ScalarModel
 from rlhf.models.sequences import Sequences
-from rlhf.optimise import rl
-from rlhf.optimise.rl import Experience, PromptStream, RlTrainer
+from rlhf.optimise import rl, rollouts
+from rlhf.optimise.anchor import following
+from rlhf.optimise.rl import Experience, RlTrainer
+from rlhf.optimise.rollouts import Rollout
 from rlhf.progress import Clock
 from rlhf.rollout import Completion
 
-PROMPTS = [[5], [6, 7], [8, 9, 10], [11, 3], [12], [13, 14, 15, 16]]
-WANTED = "w7"
-
-
-def share_of_wanted(
-    prompts: Sequence[list[int]], texts: Sequence[str], ended: Sequence[bool]
-) -> Tensor:
-    """The share of an answer's words that are w7; an empty answer has none."""
-    return torch.tensor([t.split().count(WANTED) / max(1, len(t.split())) for t in texts])
+PROMPTS = tiny.PROMPTS
 
 
 def make(
     settings: config.RlCandidate | None = None,
     *,
     policy: PreTrainedModel | None = None,
+    start: PreTrainedModel | None = None,
     reference: PreTrainedModel | None = None,
     critic: ScalarModel | None = None,
-    score: Callable[..., Tensor] = share_of_wanted,
+    score: Callable[..., Tensor] = tiny.share_of_w7,
     prompts: list[list[int]] = PROMPTS,
     seed: int = 0,
+    **model: Any,
 ) -> RlTrainer:
+    """The reference is the start where there is a KL term, unless told otherwise."""
+    settings = settings or tiny.rl_candidate()
+    start = start if start is not None else tiny.llama()
+    if reference is None and settings.kl is not None:
+        reference = start
     return RlTrainer(
-        settings or tiny.rl_candidate(),
-        tiny.model_settings(max_response_tokens=6),
+        settings,
+        tiny.model_settings(max_response_tokens=6, **model),
         policy=policy if policy is not None else tiny.llama(),
-        reference=reference if reference is not None else tiny.llama(),
+        start=start,
+        reference=reference,
         critic=critic,
         score=score,
         codec=tiny.codec(),
@@ -76,51 +80,7 @@ def spied(trainer: RlTrainer, name: str = "learner") -> list[dict[str, float]]:
     return seen
 
 
-# --- prompts ---
-
-
-def test_every_prompt_comes_once_before_any_comes_again() -> None:
-    stream = PromptStream([[i] for i in range(10)], seed=0)
-    taken = [
-        stream.take(4) for _ in range(5)
-    ]  # 20 prompts: two rounds, in steps that do not divide
-    flat = [prompt[0] for step in taken for prompt in step]
-    assert sorted(flat[:10]) == list(range(10)) == sorted(flat[10:])
-    assert flat[:10] != flat[10:]
-    assert flat[:10] != list(range(10))
-    again = PromptStream([[i] for i in range(10)], seed=0)
-    assert [again.take(4) for _ in range(5)] == taken
-    assert PromptStream([[i] for i in range(10)], seed=1).take(10) != [[i] for i in flat[:10]]
-
-
-def test_more_prompts_than_there_are() -> None:
-    found = PromptStream([[3], [4], [5]], seed=0).take(7)
-    assert sorted(Counter(p[0] for p in found).values()) == [2, 2, 3]
-
-
-def test_every_prompt_is_sampled_exactly_g_times_side_by_side(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seen: list[list[list[int]]] = []
-    original = rl.sample
-
-    def record(model: Any, prompts: Any, **options: Any) -> list[Completion]:
-        seen.append(list(prompts))
-        return original(model, prompts, **options)
-
-    monkeypatch.setattr(rl, "sample", record)
-    trainer = make(
-        tiny.rl_candidate(steps=4, prompts_per_step=3, samples_per_prompt=4, micro_batch_size=6)
-    )
-    list(trainer.run())
-    for step in seen:
-        assert len(step) == 12
-        assert all(step[i] == step[i - i % 4] for i in range(12))
-        assert set(Counter(map(tuple, step)).values()) == {4}
-    # Six prompts, three a step: every two steps see each prompt G times.
-    for first, second in ((0, 1), (2, 3)):
-        together = Counter(map(tuple, seen[first] + seen[second]))
-        assert together == {tuple(p): 4 for p in PROMPTS}
+# --- the rollout ---
 
 
 def test_scores_belong_to_their_answers() -> None:
@@ -154,8 +114,9 @@ def test_minibatches_are_a_partition_of_the_rollout() -> None:
 
 def test_the_first_update_has_ratio_exactly_one_and_the_next_has_not() -> None:
     settings = tiny.rl_candidate(
-        steps=3, epochs_per_step=2, minibatches=2, micro_batch_size=4, clip_high=0.4
-    )
+        steps=3, epochs_per_step=2, minibatches=2, micro_batch_size=4,
+        loss={"kind": "ppo_clip", "clip_high": 0.4},
+    )  # fmt: skip
     trainer = make(settings)
     seen = spied(trainer)
     list(trainer.run())
@@ -233,18 +194,20 @@ def refuse(words: str, trainer: RlTrainer) -> None:
 def test_dropout_is_refused() -> None:
     refuse(
         "ratio to the sampling policy is off 1",
-        make(policy=tiny.gpt2(dropout=0.1), reference=tiny.gpt2()),
+        make(policy=tiny.gpt2(dropout=0.1), start=tiny.gpt2()),
     )
-    next(make(policy=tiny.gpt2(), reference=tiny.gpt2()).run())
+    next(make(policy=tiny.gpt2(), start=tiny.gpt2()).run())
 
 
-def test_a_reference_that_is_not_the_start_is_refused() -> None:
-    refuse("differ from the reference's", make(reference=tiny.llama(seed=1)))
+def test_a_start_that_is_not_where_the_policy_starts_is_refused() -> None:
+    refuse("differ from the reference's", make(start=tiny.llama(seed=1)))
 
 
 def test_a_sampler_at_another_temperature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = rl.sample
-    monkeypatch.setattr(rl, "sample", lambda *a, **o: original(*a, **(o | {"temperature": 0.8})))
+    original = rollouts.sample
+    monkeypatch.setattr(
+        rollouts, "sample", lambda *a, **o: original(*a, **(o | {"temperature": 0.8}))
+    )
     refuse("sampler and trainer differ", make())
 
 
@@ -291,8 +254,7 @@ SCORES = torch.tensor([1.0, -2.0, 0.5, 0.5, 3.0, 0.0, -1.0, 4.0])
 
 
 def experience_of(trainer: RlTrainer) -> Experience:
-    prompts, completions = answers()
-    return trainer._constants(prompts, completions, SCORES)
+    return trainer._constants(Rollout(*answers(), SCORES, {}))
 
 
 def two_by_four(**changes: Any) -> config.RlCandidate:
@@ -300,16 +262,19 @@ def two_by_four(**changes: Any) -> config.RlCandidate:
     return tiny.rl_candidate(**(sizes | changes))
 
 
-@torch.no_grad()
 def logprob_rows(model: PreTrainedModel, temperature: float = 1.0) -> list[Tensor]:
     """Log-probs of the tokens of each answer, one unpadded sequence at a time."""
-    found = []
-    for prompt, completion in zip(*answers(), strict=True):
-        ids = torch.tensor([prompt + completion.ids])
-        logps = (model(ids).logits[0] / temperature).log_softmax(-1)
-        start = len(prompt) - 1
-        found.append(torch.stack([logps[start + t, i] for t, i in enumerate(completion.ids)]))
-    return found
+    return [
+        tiny.token_logps(model, prompt, completion.ids, temperature)
+        for prompt, completion in zip(*answers(), strict=True)
+    ]
+
+
+def whole_loss(trainer: RlTrainer, experience: Experience) -> Tensor:
+    """The policy's loss on all rows that it may see, as one batch; detached."""
+    rows = [row for minibatch in experience.minibatches for micro in minibatch for row in micro]
+    denominator = trainer._denominator(experience, rows)
+    return trainer._policy_loss(experience, rows, denominator).loss.detach()
 
 
 def rows_of(table: Tensor, experience: Experience) -> list[Tensor]:
@@ -331,9 +296,8 @@ def test_kl_in_the_reward_lowers_each_token_by_what_is_to_come(temperature: floa
     experience = experience_of(trainer)
     old, ref = logprob_rows(policy, temperature), logprob_rows(reference, temperature)
     # The loss has no term for it: at ratio 1 it is minus the mean advantage.
-    rows, mask = list(range(8)), experience.sequences.response_mask
-    loss = trainer._policy_loss(experience, rows, trainer._denominator(experience, rows)).loss
-    close(loss.detach(), -experience.advantages[mask].mean())
+    mask = experience.sequences.response_mask
+    close(whole_loss(trainer, experience), -experience.advantages[mask].mean())
     for i in range(8):
         close(rows_of(experience.old_logprobs, experience)[i], old[i])
         close(rows_of(experience.ref_logprobs, experience)[i], ref[i])
@@ -343,46 +307,50 @@ def test_kl_in_the_reward_lowers_each_token_by_what_is_to_come(temperature: floa
     kl_nats = (
         sum(float(((r - o).exp() - 1 + o - r).sum()) for o, r in zip(old, ref, strict=True)) / 8
     )
-    assert experience.metrics["policy/kl_nats"] == pytest.approx(kl_nats, rel=1e-4)
+    assert experience.metrics["policy/kl_reference_nats"] == pytest.approx(kl_nats, rel=1e-4)
+    assert experience.metrics["policy/kl_nats"] == 0  # to the start, which is the policy
 
 
 def test_kl_in_the_loss_leaves_the_advantages_and_adds_its_term() -> None:
     policy, reference = tiny.llama(0), tiny.llama(1)
-    kl = {"where": "loss", "estimator": "k3", "coef": 0.3}
     found = {}
-    for coef in (0.0, 0.3):
-        settings = two_by_four(advantage="reinforce", kl=kl | {"coef": coef})
-        trainer = make(settings, policy=policy, reference=reference)
+    for kl in (None, {"where": "loss", "estimator": "k3", "coef": 0.3}):
+        trainer = make(two_by_four(advantage="reinforce", kl=kl), reference=kl and reference)
         experience = experience_of(trainer)
-        for i in range(8):
-            close(
-                rows_of(experience.advantages, experience)[i],
-                SCORES[i].expand(len(rows_of(experience.advantages, experience)[i])),
-            )
-        rows = list(range(8))
-        found[coef] = trainer._policy_loss(
-            experience, rows, trainer._denominator(experience, rows)
-        ).loss
+        for i, row in enumerate(rows_of(experience.advantages, experience)):
+            close(row, SCORES[i].expand(len(row)))
+        found[kl is not None] = whole_loss(trainer, experience)
     old, ref = torch.cat(logprob_rows(policy)), torch.cat(logprob_rows(reference))
     k3 = (ref - old).exp() - 1 - (ref - old)
-    close(found[0.3] - found[0.0], 0.3 * k3.sum() / len(old))  # 8 answers times their mean length
+    close(
+        found[True] - found[False], 0.3 * k3.sum() / len(old)
+    )  # 8 answers times their mean length
     # At ratio 1 the surrogate is minus the advantage of every token.
     tokens = torch.cat([SCORES[i].expand(len(c.ids)) for i, c in enumerate(answers()[1])])
-    close(found[0.0], -tokens.sum() / len(tokens))
+    close(found[False], -tokens.sum() / len(tokens))
 
 
-@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "constant_length"])
-def test_the_clipped_loss_of_a_changed_policy_by_hand(reduction: str) -> None:
-    """Half of the rollout is a minibatch; the constant length is the whole rollout's mean."""
-    start = tiny.llama(0)
-    settings = two_by_four(reduction=reduction, minibatches=2, micro_batch_size=4, clip_high=0.3)
-    trainer = make(settings, policy=start)
+@pytest.mark.parametrize(
+    ("reduction", "constant"),
+    [
+        ("token_mean", None),
+        ("sequence_mean", None),
+        ("constant_length", "batch_mean"),
+        ("constant_length", "max_response_tokens"),
+    ],
+)
+def test_the_clipped_loss_of_a_changed_policy_by_hand(reduction: str, constant: str | None) -> None:
+    """Half of the rollout is a minibatch; the constant length is the whole rollout's mean, or 6."""
+    policy = tiny.llama(0)
+    settings = two_by_four(
+        reduction=reduction, length_constant=constant, minibatches=2, micro_batch_size=4,
+        loss={"kind": "ppo_clip", "clip_high": 0.3},
+    )  # fmt: skip
+    trainer = make(settings, policy=policy)
     experience = experience_of(trainer)
-    old = logprob_rows(start)
-    with torch.no_grad():
-        for parameter in start.parameters():
-            parameter.add_(0.02 * torch.sign(parameter))
-    new = logprob_rows(start)
+    old = logprob_rows(policy)
+    tiny.shift(policy)
+    new = logprob_rows(policy)
     advantages = [1.5, -1.5, 0, 0, 1.5, -1.5, -2.5, 2.5]  # score minus its pair's mean
     rows = [row for micro in experience.minibatches[1] for row in micro]
     per_row, clipped = [], 0
@@ -397,8 +365,9 @@ def test_the_clipped_loss_of_a_changed_policy_by_hand(reduction: str) -> None:
     expected = {
         "token_mean": total / sum(lengths[i] for i in rows),
         "sequence_mean": torch.stack([row.mean() for row in per_row]).mean(),
-        "constant_length": total / (4 * sum(lengths) / 8),
-    }[reduction]
+        "batch_mean": total / (4 * sum(lengths) / 8),
+        "max_response_tokens": total / (4 * 6),
+    }[constant or reduction]
     denominator = trainer._denominator(experience, rows)
     output = trainer._policy_loss(experience, rows, denominator)
     close(output.loss.detach(), expected)
@@ -413,9 +382,7 @@ def test_the_entropy_bonus_by_hand() -> None:
     for coef in (0.0, 0.5):
         trainer = make(two_by_four(entropy_coef=coef, temperature=0.7), policy=policy)
         experience = experience_of(trainer)
-        rows = list(range(8))
-        denominator = trainer._denominator(experience, rows)
-        found[coef] = float(trainer._policy_loss(experience, rows, denominator).loss.detach())
+        found[coef] = float(whole_loss(trainer, experience))
     entropies = []
     for prompt, completion in zip(*answers(), strict=True):
         with torch.no_grad():
@@ -430,7 +397,7 @@ def test_the_entropy_bonus_by_hand() -> None:
 def test_values_advantages_and_the_value_loss_by_hand() -> None:
     critic = new_critic()
     settings = two_by_four(
-        advantage="gae", gae_lambda=0.9, gamma=0.8, value=tiny.value_settings(coef=0.5),
+        advantage={"kind": "gae", "gae_lambda": 0.9, "gamma": 0.8}, value=tiny.value_settings(coef=0.5),
     )  # fmt: skip
     trainer = make(settings, critic=critic)
     experience = experience_of(trainer)
@@ -509,7 +476,7 @@ def test_the_gradient_does_not_depend_on_the_micro_batches(reduction: str, where
 def test_value_warm_up_trains_the_critic_and_leaves_the_policy() -> None:
     policy, critic = tiny.llama(), new_critic()
     settings = tiny.rl_candidate(
-        advantage="gae", value=tiny.value_settings(warmup_steps=3), steps=1, gae_lambda=0.95
+        advantage="gae", value=tiny.value_settings(warmup_steps=3), steps=1
     )
     trainer = make(settings, policy=policy, critic=critic)
     before, critic_before = tiny.weights_of(policy), tiny.weights_of(critic)
@@ -530,47 +497,493 @@ def test_value_warm_up_trains_the_critic_and_leaves_the_policy() -> None:
     assert {"value/loss", "value/explained_variance", "policy/loss"} <= metrics.keys()
 
 
-def test_a_non_finite_score_stops_with_the_name_of_the_batch() -> None:
-    def broken(prompts: Sequence[list[int]], texts: Sequence[str], ended: Any) -> Tensor:
-        return torch.full((len(texts),), float("nan"))
-
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_a_non_finite_loss_stops_with_the_name_of_the_batch(wrong: float) -> None:
     policy = tiny.llama()
     before = tiny.weights_of(policy)
-    with pytest.raises(StageFailed, match=r"the loss is nan at update 1, batch rollout 1, epoch 1"):
-        next(make(tiny.rl_candidate(advantage="reinforce"), policy=policy, score=broken).run())
+    trainer = make(policy=policy)
+    loss = trainer.loss
+    trainer.loss = lambda logprobs, old_logprobs, advantages, response_mask, **options: LossOutput(
+        wrong * loss(logprobs, old_logprobs, advantages, response_mask, **options).loss, {}
+    )
+    words = rf"the loss is -?{wrong} at update 1, batch rollout 1, epoch 1, minibatch 1"
+    trainer.estimator = lambda rewards: Advantages(torch.ones_like(rewards), None, {})
+    with pytest.raises(StageFailed, match=words):
+        next(trainer.run())
     assert tiny.same_weights(policy, before)
 
 
-# --- learning ---
+@pytest.mark.parametrize("wrong", [float("nan"), float("-inf")])
+def test_a_score_that_is_not_finite_stops_and_shows_the_answer(wrong: float) -> None:
+    """Before anything is made of it: the best of a group would be the NaN."""
 
-RECIPES: dict[str, dict[str, Any]] = {
-    "ppo": {
-        "advantage": "gae", "gae_lambda": 0.95, "value": tiny.value_settings(clip=0.2),
-        "epochs_per_step": 2, "minibatches": 2, "micro_batch_size": 16, "whiten_advantages": True,
-        "kl": {"where": "reward", "estimator": "k1", "coef": 0.01},
-    },
-    "grpo": {
-        "advantage": "group_std", "epochs_per_step": 2, "minibatches": 2, "micro_batch_size": 16,
-        "kl": {"where": "loss", "estimator": "k3", "coef": 0.01},
-    },
-    "rloo": {"advantage": "rloo"},
-    "reinforce": {"advantage": "reinforce", "loss": "reinforce", "whiten_advantages": True},
-}  # fmt: skip
+    def broken(prompts: Sequence[list[int]], texts: Sequence[str], ended: Any) -> Tensor:
+        return torch.where(torch.arange(len(texts)) == 5, wrong, 1.0)
+
+    refuse(
+        rf"score of an answer is {wrong} in draw 1\n  answer: '.*' to prompt ids \[",
+        make(score=broken),
+    )
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_the_rewarded_word_becomes_frequent(name: str) -> None:
+# --- answers that were cut ---
+
+
+def one_kept_one_cut(**changes: Any) -> tuple[RlTrainer, Experience]:
+    """One prompt, an answer of 4 tokens that ended and one of 6 that was cut; scores 3 and -1."""
     settings = tiny.rl_candidate(
         **{
-            "steps": 15, "prompts_per_step": 8, "samples_per_prompt": 8, "micro_batch_size": 64,
-            "learning_rate": 1e-2,
-        } | RECIPES[name]
+            "prompts_per_step": 1, "samples_per_prompt": 2, "micro_batch_size": 2,
+            "truncated": "mask", "advantage": "reinforce",
+        } | changes
     )  # fmt: skip
-    critic = (
-        ScalarModel(tiny.llama(7, initializer_range=0.1).base_model) if settings.value else None
+    trainer = make(settings)
+    completions = [
+        Completion([7, 7, 7, 1], [-1.0] * 4, True),
+        Completion([4, 6, 8, 10, 12, 14], [-1.0] * 6, False),
+    ]
+    rollout = Rollout([[5], [5]], completions, torch.tensor([3.0, -1.0]), {})
+    return trainer, trainer._constants(rollout)
+
+
+@pytest.mark.parametrize(
+    ("changes", "loss"),
+    [
+        ({"reduction": "token_mean"}, -3.0),  # 4 tokens of advantage 3, over 4
+        ({"reduction": "sequence_mean"}, -3.0),  # one sequence
+        ({"length_constant": "batch_mean"}, -12 / 5),  # one sequence of the rollout's 5 tokens
+        ({"length_constant": "max_response_tokens"}, -12 / 6),
+        ({"reduction": "token_mean", "advantage": "group_mean"}, -2.0),  # the baseline is 1
+        ({"reduction": "token_mean", "truncated": "keep"}, -(12 - 6) / 10),
+    ],
+)
+def test_a_masked_answer_is_in_neither_sum_nor_number(changes: dict[str, Any], loss: float) -> None:
+    trainer, experience = one_kept_one_cut(**changes)
+    assert float(whole_loss(trainer, experience)) == pytest.approx(loss, abs=1e-5)
+    assert experience.metrics["policy/truncated_fraction"] == 0.5
+    assert experience.metrics.get("policy/kept_fraction", 1.0) == (
+        1.0 if changes.get("truncated") == "keep" else 0.5
     )
-    policy, reference = (tiny.llama(0, initializer_range=0.1) for _ in range(2))
-    trainer = make(settings, policy=policy, reference=reference, critic=critic)
-    rewards = [metrics["policy/proxy"] for _, _, metrics in trainer.run()]
-    assert sum(rewards[:2]) / 2 < 0.2
-    assert sum(rewards[-2:]) / 2 > 0.5
+
+
+def cut_all(monkeypatch: pytest.MonkeyPatch, draws: int) -> None:
+    """The sampler says of its first batches that every answer was cut."""
+    original, calls = rollouts.sample, []
+
+    def cut(*arguments: Any, **options: Any) -> list[Completion]:
+        calls.append(1)
+        found = original(*arguments, **options)
+        return [replace(c, ended=False) for c in found] if len(calls) <= draws else found
+
+    monkeypatch.setattr(rollouts, "sample", cut)
+
+
+def test_where_all_is_masked_nothing_is_learned_and_nothing_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cut_all(monkeypatch, draws=1)
+    policy = tiny.llama()
+    before = tiny.weights_of(policy)
+    critic = new_critic()
+    settings = tiny.rl_candidate(
+        truncated="mask", advantage="gae", value=tiny.value_settings(), whiten_advantages=True,
+        correction={"cap": 2.0},
+    )  # fmt: skip
+    trainer = make(settings, policy=policy, critic=critic)
+    steps = trainer.run()
+    _, _, metrics = next(steps)
+    assert tiny.same_weights(policy, before)
+    assert trainer.learner.updates == 0
+    assert metrics["policy/kept_fraction"] == 0.0
+    assert "policy/loss" not in metrics
+    _, _, metrics = next(steps)
+    assert trainer.learner.updates == 1
+    assert not tiny.same_weights(policy, before)
+    assert metrics["policy/ratio_deviation_max"] == 0.0
+
+
+def test_the_checks_are_made_on_the_first_rollout_that_trains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cut_all(monkeypatch, draws=1)
+    trainer = make(
+        tiny.rl_candidate(truncated="mask"), policy=tiny.gpt2(dropout=0.1), start=tiny.gpt2()
+    )
+    steps = trainer.run()
+    next(steps)
+    with pytest.raises(StageFailed, match="ratio to the sampling policy is off 1"):
+        next(steps)
+
+
+@pytest.mark.parametrize(
+    ("truncated", "lost"),
+    [
+        # Answers 1 (5 tokens), 5 (1 token) and 6 (6 tokens) were cut.
+        ({"kind": "missing_eos", "penalty": 2.0}, {1: 2.0, 5: 2.0, 6: 2.0}),
+        # The last 2 of 6 tokens cost up to 1.5: 5 tokens half of it, 6 all.
+        ({"kind": "soft_overlong", "buffer": 2, "penalty": 1.5}, {1: 0.75, 6: 1.5}),
+    ],
+)
+def test_a_penalty_lowers_the_score_that_is_optimised_and_not_the_one_that_is_shown(
+    truncated: dict[str, Any], lost: dict[int, float]
+) -> None:
+    experience = experience_of(make(two_by_four(advantage="reinforce", truncated=truncated)))
+    for i, row in enumerate(rows_of(experience.advantages, experience)):
+        close(row, (SCORES[i] - lost.get(i, 0.0)).expand(len(row)))
+    assert torch.equal(experience.scores, SCORES)
+    assert experience.metrics["policy/proxy"] == pytest.approx(6 / 8)
+    assert experience.metrics["policy/truncation_penalty_mean"] == pytest.approx(
+        sum(lost.values()) / 8
+    )
+    assert "policy/kept_fraction" not in experience.metrics
+
+
+def test_the_value_after_a_cut_answer_is_bootstrapped_and_after_an_ended_one_is_not() -> None:
+    critic = new_critic()
+    settings = two_by_four(
+        advantage={"kind": "gae_bootstrap", "gae_lambda": 0.9, "gamma": 0.8},
+        value=tiny.value_settings(), micro_batch_size=4,
+    )  # fmt: skip
+    experience = experience_of(make(settings, critic=critic))
+    follow_on = []
+    for i, (prompt, completion) in enumerate(zip(*answers(), strict=True)):
+        with torch.no_grad():
+            hidden = critic.backbone(torch.tensor([prompt + completion.ids])).last_hidden_state[0]
+            v = (hidden @ critic.head.weight[0])[len(prompt) - 1 :]  # one more: after the last
+        after = 0.0 if completion.ended else float(v[-1])
+        follow_on.append(after)
+        advantage, later, n = [], 0.0, len(completion.ids)
+        for t in reversed(range(n)):
+            reward = float(SCORES[i]) if t == n - 1 else 0.0
+            following_value = float(v[t + 1]) if t < n - 1 else after
+            later = reward + 0.8 * following_value - float(v[t]) + 0.8 * 0.9 * later
+            advantage.insert(0, later)
+        close(rows_of(experience.advantages, experience)[i], torch.tensor(advantage), atol=1e-4)
+    assert [abs(x) > 0.01 for x in follow_on] == [i in (1, 5, 6) for i in range(8)]
+
+
+# --- parts around the loss ---
+
+
+def test_the_correction_multiplies_the_advantages_after_whitening() -> None:
+    plain = experience_of(make(two_by_four(whiten_advantages=True)))
+    trainer = make(two_by_four(whiten_advantages=True, correction={"cap": 1.2}))
+    prompts, completions = answers()
+    sampled = [replace(c, logprobs=[-3.0] * len(c.ids)) for c in completions]
+    corrected = trainer._constants(Rollout(prompts, sampled, SCORES, {}))
+    weights = [(old + 3.0).exp() for old in logprob_rows(tiny.llama())]
+    assert any(float(w.max()) > 1.2 for w in weights)
+    for i, weight in enumerate(weights):
+        expected = rows_of(plain.advantages, plain)[i] * weight.clamp(max=1.2)
+        close(rows_of(corrected.advantages, corrected)[i], expected)
+    flat = torch.cat(weights)
+    found = corrected.metrics
+    assert found["policy/capped_fraction"] == pytest.approx(float((flat > 1.2).float().mean()))
+    k3 = (flat - 1 - flat.log()).mean()  # on samples of the sampler
+    assert found["policy/mismatch_nats"] == pytest.approx(float(k3), rel=1e-4)
+    assert "policy/mismatch_nats" not in plain.metrics
+
+
+def test_clipped_advantages() -> None:
+    plain = experience_of(make(two_by_four(advantage="reinforce"))).advantages
+    clipped = experience_of(make(two_by_four(advantage="reinforce", clip_advantages=1.25)))
+    assert torch.equal(clipped.advantages, plain.clamp(-1.25, 1.25))
+    assert float(plain.max()) == 4.0
+
+
+@pytest.mark.parametrize(
+    ("target", "factor"),
+    [
+        (1e-3, 1 + 0.2 * 8 / 40),  # too far away: up by a fifth of 8 in 40
+        (1e6, 1 - 0.2 * 8 / 40),
+    ],
+)
+@pytest.mark.parametrize("where", ["reward", "loss"])
+def test_the_coefficient_is_steered_to_its_target(where: str, target: float, factor: float) -> None:
+    """One rollout has one coefficient, in rewards and losses; the next has another."""
+    kl = {
+        "where": where, "estimator": "k2", "coef": 0.5,
+        "target": {"nats": target, "horizon": 40},
+    }  # fmt: skip
+    trainer = make(two_by_four(advantage="reinforce", kl=kl), reference=tiny.llama(1))
+    fixed = make(
+        two_by_four(advantage="reinforce", kl={k: v for k, v in kl.items() if k != "target"}),
+        reference=tiny.llama(1),
+    )
+    first, second = experience_of(trainer), experience_of(trainer)
+    assert first.metrics["policy/kl_coef"] == 0.5
+    assert second.metrics["policy/kl_coef"] == pytest.approx(0.5 * factor)
+    close(first.advantages, experience_of(fixed).advantages)
+    close(whole_loss(trainer, first), whole_loss(fixed, experience_of(fixed)))
+    moved = float(whole_loss(trainer, second) - whole_loss(trainer, first))
+    assert (moved > 0.01) == (factor > 1)
+    assert (moved < -0.01) == (factor < 1)
+
+
+def test_the_target_is_of_the_reference_that_the_term_pulls_to() -> None:
+    kl = {"where": "loss", "estimator": "k2", "coef": 0.5, "target": {"nats": 1.0, "horizon": 40}}
+    at_reference = make(two_by_four(kl=kl))
+    experience_of(at_reference)
+    assert at_reference.kl_coef == pytest.approx(0.5 * (1 - 0.2 * 8 / 40))  # it stands on it
+    far = make(two_by_four(kl=kl), reference=tiny.llama(1))
+    experience_of(far)
+    assert far.kl_coef == pytest.approx(0.5 * (1 + 0.2 * 8 / 40))
+
+
+@pytest.mark.parametrize(("limit", "updates"), [(1e-12, 2), (1e6, 6)])
+def test_passes_end_once_the_policy_has_moved_far_enough(limit: float, updates: int) -> None:
+    """The first update is at ratio 1, where nothing has moved; the second sees that it has."""
+    settings = tiny.rl_candidate(
+        steps=2, epochs_per_step=3, minibatches=2, micro_batch_size=4, stop_epochs_nats=limit
+    )
+    trainer = make(settings)
+    metrics = [m for _, _, m in trainer.run()]
+    assert [m["policy/updates_per_step"] for m in metrics] == [updates, updates]
+    assert trainer.learner.updates == 2 * updates
+
+
+def test_a_loss_that_does_not_say_how_far_it_moved_cannot_stop_passes() -> None:
+    trainer = make(tiny.rl_candidate(epochs_per_step=2, stop_epochs_nats=0.1))
+    loss = trainer.loss
+    trainer.loss = lambda logprobs, old_logprobs, advantages, response_mask, **options: LossOutput(
+        loss(logprobs, old_logprobs, advantages, response_mask, **options).loss, {}
+    )
+    with pytest.raises(StageFailed, match=r"needs the metric kl_old_nats[\s\S]*leave stop_epochs"):
+        next(trainer.run())
+
+
+@pytest.mark.parametrize(("choice", "counted"), [("keep", range(8)), ("skip", [0, 1, 4, 5, 6, 7])])
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean"])
+def test_kl_on_groups_without_spread_is_a_choice(
+    choice: str, counted: Sequence[int], reduction: str
+) -> None:
+    """Answers 2 and 3 score the same. What is skipped leaves the sum, not the number."""
+    reference = tiny.llama(1)
+    kl = {"where": "loss", "estimator": "k3", "coef": 0.3, "zero_spread_groups": choice}
+    with_kl = make(two_by_four(kl=kl, reduction=reduction), reference=reference)
+    without = make(two_by_four(reduction=reduction))
+    term = whole_loss(with_kl, experience_of(with_kl)) - whole_loss(without, experience_of(without))
+    old, ref = logprob_rows(tiny.llama(0)), logprob_rows(reference)
+    rows = [(r - o).exp() - 1 - (r - o) for o, r in zip(old, ref, strict=True)]
+    if reduction == "token_mean":
+        expected = sum(rows[i].sum() for i in counted) / sum(map(len, rows))
+    else:
+        expected = sum(rows[i].mean() for i in counted) / 8
+    close(term, 0.3 * expected)
+
+
+def test_spread_is_that_of_the_scores_that_are_optimised() -> None:
+    """Answers 2 and 3 tie until a penalty on length tells them apart."""
+    kl = {"where": "loss", "estimator": "k3", "coef": 0.3, "zero_spread_groups": "skip"}
+    penalised = {"kind": "soft_overlong", "buffer": 4, "penalty": 1.0}
+    for truncated, counts in (("keep", False), (penalised, True)):
+        experience = experience_of(make(two_by_four(kl=kl, truncated=truncated)))
+        assert bool(experience.kl_mask[2:4].any()) == counts
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_full_kl_in_the_loss_by_hand(temperature: float) -> None:
+    policy, reference = tiny.llama(0), tiny.llama(1)
+    kl = {"where": "loss", "estimator": "full", "coef": 0.3}
+    changes = {"advantage": "reinforce", "temperature": temperature, "reduction": "token_mean"}
+    with_kl = make(two_by_four(kl=kl, **changes), policy=policy, reference=reference)
+    without = make(two_by_four(**changes))
+    experience = experience_of(with_kl)
+    term = whole_loss(with_kl, experience) - whole_loss(without, experience_of(without))
+    per_token = []
+    for prompt, completion in zip(*answers(), strict=True):
+        with torch.no_grad():
+            ids = torch.tensor([prompt + completion.ids])
+            p, q = (
+                (m(ids).logits[0, len(prompt) - 1 : -1] / temperature).softmax(-1)
+                for m in (policy, reference)
+            )
+        per_token.append((p * (p / q).log()).sum(-1))
+    close(term, 0.3 * torch.cat(per_token).mean())
+    rows = list(range(8))
+    found = with_kl._policy_loss(experience, rows, with_kl._denominator(experience, rows))
+    found.loss.backward()
+    assert all(p.grad is None or not p.grad.any() for p in reference.parameters())
+
+
+# --- references ---
+
+
+def test_another_reference_than_the_start() -> None:
+    """reference: initial, in a later round: it trains, with two KLs told apart."""
+    settings = tiny.rl_candidate(
+        steps=2, reference="initial", kl={"where": "loss", "estimator": "k3", "coef": 0.1}
+    )
+    reference = tiny.llama(1)
+    before = tiny.weights_of(reference)
+    metrics = [m for _, _, m in make(settings, reference=reference).run()]
+    assert metrics[0]["policy/kl_nats"] == 0
+    assert metrics[0]["policy/kl_reference_nats"] > 1
+    assert metrics[1]["policy/kl_nats"] > 0
+    assert tiny.same_weights(reference, before)
+    previous = tiny.rl_candidate(kl={"where": "loss", "estimator": "k3", "coef": 0.1})
+    assert "policy/kl_reference_nats" not in next(make(previous).run())[2]
+
+
+def test_a_following_reference_moves_after_each_step() -> None:
+    start, policy = tiny.llama(), tiny.llama()
+    settings = tiny.rl_candidate(
+        steps=2, reference="ema", reference_decay=0.75,
+        kl={"where": "reward", "estimator": "k1", "coef": 0.1},
+    )  # fmt: skip
+    reference = following(start)
+    trainer = make(settings, policy=policy, start=start, reference=reference)
+    expected = tiny.weights_of(start)
+    metrics = []
+    for _, _, found in trainer.run():  # after each step, before the reference follows
+        assert all(
+            torch.allclose(value, expected[name], atol=1e-6)
+            for name, value in reference.state_dict().items()
+        )
+        now = tiny.weights_of(policy)
+        expected = {name: 0.75 * expected[name] + 0.25 * now[name] for name in expected}
+        metrics.append(found)
+    assert all(
+        torch.allclose(value, expected[name], atol=1e-6)
+        for name, value in reference.state_dict().items()
+    )
+    assert tiny.same_weights(start, tiny.weights_of(tiny.llama()))
+    # A quarter of the way behind the policy: nearer to it than the start is.
+    assert 0 < metrics[1]["policy/kl_reference_nats"] < metrics[1]["policy/kl_nats"]
+
+
+# --- chosen answers ---
+
+
+def test_only_the_best_of_each_group_is_learned_from() -> None:
+    policy = tiny.llama()
+    settings = two_by_four(
+        advantage="best_of_group", loss="nll", reduction="token_mean", micro_batch_size=2
+    )
+    trainer = make(settings, policy=policy)
+    experience = experience_of(trainer)
+    rows = sorted(row for m in experience.minibatches for micro in m for row in micro)
+    assert rows == [0, 2, 4, 7]  # of equals the first
+    assert experience.metrics["policy/kept_fraction"] == 0.5
+    assert experience.metrics["policy/proxy"] == pytest.approx(6 / 8)
+    chosen = torch.cat([logprob_rows(policy)[i] for i in rows])
+    close(whole_loss(trainer, experience), -chosen.mean())
+
+
+def test_of_chosen_answers_the_ratio_still_starts_at_exactly_one() -> None:
+    """Other batches round otherwise: old log-probs are those of the batches that train."""
+    settings = tiny.rl_candidate(
+        advantage="best_of_group", loss="nll", steps=3, prompts_per_step=6, samples_per_prompt=5,
+        micro_batch_size=3, minibatches=2,
+    )  # fmt: skip
+    trainer = make(settings)
+    seen = spied(trainer)
+    list(trainer.run())
+    assert [m["ratio_deviation_max"] for m in seen[::2]] == [0.0] * 3
+    assert min(m["ratio_deviation_max"] for m in seen[1::2]) > 1e-4
+
+
+# --- memory ---
+
+
+def loss_and_gradient(trainer: RlTrainer) -> tuple[Tensor, Tensor, Experience]:
+    experience = experience_of(trainer)
+    rows = list(range(8))
+    trainer.policy.train()
+    output = trainer._policy_loss(experience, rows, trainer._denominator(experience, rows))
+    output.loss.backward()
+    gradient = [p.grad.flatten() for p in trainer.policy.parameters() if p.grad is not None]
+    return output.loss.detach(), torch.cat(gradient), experience
+
+
+@pytest.mark.parametrize("how", ["logits_chunk_tokens", "gradient_checkpointing"])
+def test_what_saves_memory_changes_neither_loss_nor_gradient(how: str) -> None:
+    settings = two_by_four(
+        entropy_coef=0.3, temperature=0.7, kl={"where": "loss", "estimator": "k2", "coef": 0.2}
+    )
+    plain = make(settings, reference=tiny.llama(1))
+    if how == "logits_chunk_tokens":
+        saving = make(settings, reference=tiny.llama(1), logits_chunk_tokens=3)
+    else:
+        policy = tiny.llama()
+        enable_gradient_checkpointing(policy)
+        saving = make(settings, policy=policy, reference=tiny.llama(1))
+        assert policy.is_gradient_checkpointing
+    expected, found = loss_and_gradient(plain), loss_and_gradient(saving)
+    close(found[0], expected[0], atol=1e-5)
+    torch.testing.assert_close(found[1], expected[1], atol=2e-5, rtol=1e-4)
+    for one, other in zip(
+        *(rows_of(e.old_logprobs, e) for _, _, e in (found, expected)), strict=True
+    ):
+        close(one, other, atol=1e-5)
+    assert float(expected[1].norm()) > 0.1
+
+
+def test_a_run_in_chunks_starts_at_ratio_one() -> None:
+    trainer = make(tiny.rl_candidate(steps=2), logits_chunk_tokens=5)
+    seen = spied(trainer)
+    list(trainer.run())
+    assert [m["ratio_deviation_max"] for m in seen] == [0.0, 0.0]
+
+
+# --- what is kept ---
+
+
+def test_the_averaged_weights_are_those_of_the_updates() -> None:
+    policy = tiny.llama()
+    trainer = make(tiny.rl_candidate(ema_decay=0.6, steps=3), policy=policy)
+    expected = tiny.weights_of(policy)
+    for _ in trainer.run():
+        now = tiny.weights_of(policy)
+        expected = {name: 0.6 * expected[name] + 0.4 * now[name] for name in now}
+    last = tiny.weights_of(policy)
+    with trainer.learner.averaged():
+        for name, value in policy.state_dict().items():
+            torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=1e-5)
+        assert not tiny.same_weights(policy, last)
+    assert tiny.same_weights(policy, last)
+
+
+def kl_per_step(policy: PreTrainedModel) -> list[float]:
+    """KL to the start after 0, 1, 2, ... steps of a run without a budget."""
+    return [
+        m["policy/kl_nats"] for _, _, m in make(tiny.rl_candidate(steps=5), policy=policy).run()
+    ]
+
+
+def test_a_run_over_its_budget_ends_with_the_last_weights_within_it() -> None:
+    kl = kl_per_step(tiny.llama())
+    assert sorted(kl) == kl
+    policy, weights = tiny.llama(), []
+    limit = (kl[2] + kl[3]) / 2
+    trainer = make(tiny.rl_candidate(steps=5, kl_budget_nats=limit), policy=policy)
+    steps = []
+    for step, _, _ in trainer.run():
+        steps.append(step)
+        weights.append(tiny.weights_of(policy))
+    assert steps == [1, 2, 3]  # the third is found to be over it before a fourth
+    assert trainer.budget.stopped_at == (2, 2)
+    assert tiny.same_weights(policy, weights[1])
+
+
+def test_the_last_step_is_measured_too() -> None:
+    kl = kl_per_step(tiny.llama())
+    policy, weights = tiny.llama(), []
+    limit = (kl[2] + kl[3]) / 2
+    trainer = make(tiny.rl_candidate(steps=3, kl_budget_nats=limit), policy=policy)
+    for _ in trainer.run():
+        weights.append(tiny.weights_of(policy))
+    assert len(weights) == 3
+    assert trainer.budget.stopped_at == (2, 2)
+    assert tiny.same_weights(policy, weights[1])
+    free = make(tiny.rl_candidate(steps=3, kl_budget_nats=1e6))
+    list(free.run())
+    assert free.budget.stopped_at is None
+
+
+def test_a_first_step_over_the_budget_is_refused() -> None:
+    trainer = make(tiny.rl_candidate(kl_budget_nats=1e-9))
+    steps = trainer.run()
+    next(steps)
+    with pytest.raises(StageFailed, match=r"one step takes the policy .* nats from its start"):
+        next(steps)
