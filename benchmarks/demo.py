@@ -44,9 +44,8 @@ def extend(pipeline: dict[str, Any], seed: int) -> None:
     for name, sample_from in (("r2", "r1"), ("r2_more", "r0")):
         rounds[name] = copy.deepcopy(rounds["r1"]) | {"from": "r1", "sample_from": sample_from}
     ppo = candidates["r1-ppo"]
-    free = copy.deepcopy(ppo) | {"steps": 27, "checkpoint_every": 3}
-    free["kl"]["coef"] = 0.0
-    candidates[NO_KL] = free
+    free = {"steps": 27, "checkpoint_every": 3, "kl": None, "reference": "none"}
+    candidates[NO_KL] = copy.deepcopy(ppo) | free
     for name, home, source in (
         (SECOND, "r2", "r2/reward_model"),
         (OLD_REWARD, "r2", "r1/reward_model"),
@@ -164,10 +163,9 @@ def _reward_models(folder: Path) -> dict[str, float]:
         committee = Committee.load(
             Path(f"runs/{name}/reward_model"), codec, pipeline.model, torch.device("cpu")
         )
+        score = committee.scorer(config.Part(kind="mean"))
         chosen, rejected = (
-            committee.score(
-                prompts, pairs[side].tolist(), pairs[f"{side}_ended"].tolist(), aggregate="mean"
-            )
+            score(prompts, pairs[side].tolist(), pairs[f"{side}_ended"].tolist())
             for side in ("chosen", "rejected")
         )
         right = (chosen > rejected).numpy() == (pairs["gold_margin"] > 0).to_numpy()

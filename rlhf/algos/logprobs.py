@@ -1,31 +1,148 @@
 """Log-probabilities and entropy from logits, aligned with the tokens that they predict."""
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from rlhf.algos.masking import check_devices, check_mask, masked_sum, place
 
+PIECE = 2**22  # entries of a table of V columns that are worked on at a time
+
+
+def _check_temperature(temperature: float) -> None:
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
     """Logits / temperature, in float32 or, if they are so already, float64."""
-    if not temperature > 0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
+    _check_temperature(temperature)
     wide = logits if logits.dtype == torch.float64 else logits.float()
     return wide if temperature == 1.0 else wide / temperature
+
+
+def _pieces(table: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Cuts (B, T, V) into parts of at most PIECE entries, or of one row where that is more."""
+    num_sequences, num_tokens, size = table.shape
+    rows = max(1, PIECE // max(1, size))
+    tokens = min(max(1, num_tokens), rows)
+    sequences = max(1, rows // tokens)
+    for b in range(0, num_sequences, sequences):
+        for t in range(0, num_tokens, tokens):
+            yield slice(b, b + sequences), slice(t, t + tokens)
+
+
+def _with_gradient(grad: Tensor) -> Tensor | slice:
+    """Index of the places with a gradient; all of them without a copy, where all have one."""
+    here = grad != 0
+    return slice(None) if bool(here.all()) else here
+
+
+def _normalised(logits: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """The chosen logit and the log-sum-exp of all, (B, T) each, piece by piece."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    chosen = torch.empty(ids.shape, dtype=wide, device=logits.device)
+    normaliser = torch.empty_like(chosen)
+    for piece in _pieces(logits):
+        scaled = _scaled(logits[piece], temperature)
+        chosen[piece] = scaled.gather(-1, ids[piece][..., None])[..., 0]
+        normaliser[piece] = scaled.logsumexp(dim=-1)
+    return chosen, normaliser
+
+
+def _logprobs_gradient(
+    grad: Tensor, logits: Tensor, ids: Tensor, normaliser: Tensor, temperature: float
+) -> Tensor:
+    """(B, T, V): grad * (one-hot of the chosen - softmax) / temperature; 0 where grad (B, T) is."""
+    result = torch.zeros_like(logits)
+    for piece in _pieces(logits):
+        here = _with_gradient(grad[piece])
+        weight = grad[piece][here][..., None]
+        scaled = _scaled(logits[piece][here], temperature)
+        part = (scaled - normaliser[piece][here][..., None]).exp_().mul_(-weight)
+        part.scatter_add_(-1, ids[piece][here][..., None], weight)
+        result[piece][here] = part.div_(temperature).to(result.dtype)
+    return result
+
+
+def _entropies(logits: Tensor, temperature: float) -> Tensor:
+    """(B, T) entropies, piece by piece."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    entropy = torch.empty(logits.shape[:2], dtype=wide, device=logits.device)
+    for piece in _pieces(logits):
+        entropy[piece] = -_plogp(*_distribution(logits[piece], temperature)).sum(dim=-1)
+    return entropy
+
+
+def _entropy_gradient(grad: Tensor, logits: Tensor, entropy: Tensor, temperature: float) -> Tensor:
+    """(B, T, V): -grad * p (log p + entropy) / temperature; 0 where grad (B, T) is."""
+    result = torch.zeros_like(logits)
+    for piece in _pieces(logits):
+        here = _with_gradient(grad[piece])
+        probs, logps = _distribution(logits[piece][here], temperature)
+        part = _plogp(probs, logps).add_(probs.mul_(entropy[piece][here][..., None]))
+        part.mul_(-grad[piece][here][..., None]).div_(temperature)
+        result[piece][here] = part.to(result.dtype)
+    return result
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """What autograd would do with the same formulas, but with no table beside the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
+        chosen, normaliser = _normalised(logits, ids, temperature)
+        ctx.save_for_backward(logits, ids, normaliser)
+        ctx.temperature = temperature
+        return chosen - normaliser
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _logprobs_gradient(grad, *ctx.saved_tensors, ctx.temperature), None, None
+
+
+class _TokenEntropy(torch.autograd.Function):
+    """The same for the entropy."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, temperature: float) -> Tensor:
+        entropy = _entropies(logits, temperature)
+        ctx.save_for_backward(logits, entropy)
+        ctx.temperature = temperature
+        return entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _entropy_gradient(grad, *ctx.saved_tensors, ctx.temperature), None
+
+
+def _distribution(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    logps = _scaled(logits, temperature).log_softmax(dim=-1)
+    return logps.exp(), logps
+
+
+def _plogp(probs: Tensor, logps: Tensor) -> Tensor:
+    """The product p log p, 0 at p = 0."""
+    return probs * torch.where(probs > 0, logps, 0)
 
 
 def token_logprobs(logits: Tensor, ids: Tensor, *, temperature: float = 1.0) -> Tensor:
     """Log pi(ids_t) of each token, as the chosen logit minus the log-sum-exp of all.
 
-    No log-softmax table is kept: float32 logits at temperature 1 are used where they stand.
+    No table of log-probs or probabilities is made: beside the logits there is only their gradient.
     Sampling at a temperature samples another policy; pass the sampler's temperature, so that the
     ratio to the sampling policy starts at 1.
 
     Args:
-        logits: (B, T, V), those at t predict `ids` at t (see `response_outputs`); gradient flows.
+        logits: (B, T, V), those at t predict `ids` at t (see `response_outputs`); gradient flows,
+            once: there is no second derivative. A place whose log-prob has no gradient gets exactly
+            0, whatever stands there.
         ids: (B, T) integer.
         temperature: > 0.
 
@@ -36,25 +153,25 @@ def token_logprobs(logits: Tensor, ids: Tensor, *, temperature: float = 1.0) -> 
     if logits.ndim != 3 or logits.shape[:2] != ids.shape:
         raise ValueError(f"logits {tuple(logits.shape)} do not fit ids {tuple(ids.shape)}")
     check_devices(logits, ids)
-    scaled = _scaled(logits, temperature)
-    chosen = scaled.gather(-1, ids.long()[..., None])[..., 0]
-    return chosen - scaled.logsumexp(dim=-1)
+    _check_temperature(temperature)
+    return _TokenLogprobs.apply(logits, ids.long(), temperature)
 
 
 def token_entropy(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
     """Entropy -sum p log p of each next-token distribution; a logit of -inf adds 0.
 
     Args:
-        logits: (B, T, V), gradient flows.
+        logits: (B, T, V), gradient flows, once.
         temperature: > 0.
 
-    Returns: (B, T) nats, from 0 to log V.
+    Returns: (B, T) nats, from 0 to log V, float32 (float64 for float64 logits).
 
-    Raises: ValueError if the temperature is not positive.
+    Raises: ValueError if logits are no (B, T, V) or the temperature is not positive.
     """
-    logps = _scaled(logits, temperature).log_softmax(dim=-1)
-    probs = logps.exp()
-    return -(probs * torch.where(probs > 0, logps, 0)).sum(dim=-1)
+    if logits.ndim != 3:
+        raise ValueError(f"logits must be (B, T, V), got {tuple(logits.shape)}")
+    _check_temperature(temperature)
+    return _TokenEntropy.apply(logits, temperature)
 
 
 def selected_logprobs(
@@ -99,7 +216,7 @@ def chunked_logprobs(
     *,
     bias: Tensor | None = None,
     temperature: float = 1.0,
-    chunk_size: int = 512,
+    chunk_size: int = 256,
     entropy_gradient: bool = False,
 ) -> ChunkedLogprobs:
     """Log-probs and entropy from the states before the output head; no (B, T, V) table ever exists.
@@ -140,11 +257,11 @@ def chunked_logprobs(
         raise ValueError(f"chunk_size must be at least 1 token, got {chunk_size}")
 
     def project(states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        scaled = _scaled(torch.nn.functional.linear(states, weight, bias), temperature)[None]
-        logprobs = token_logprobs(scaled, tokens[None])[0]
+        logits = torch.nn.functional.linear(states, weight, bias)[None]
+        logprobs = token_logprobs(logits, tokens[None], temperature=temperature)[0]
         # Last, since the backward pass projects again only as far as it needs to.
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            return logprobs, token_entropy(scaled)[0]
+            return logprobs, token_entropy(logits, temperature=temperature)[0]
 
     chunks = [
         checkpoint(project, states, tokens, use_reentrant=False, preserve_rng_state=False)

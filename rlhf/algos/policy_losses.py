@@ -44,12 +44,12 @@ def _k3_of_old(log_ratio: Tensor) -> Tensor:
 def _policy_metrics(log_ratio: Tensor, clipped: Tensor, mask: Tensor) -> dict[str, Tensor]:
     """The metrics that every loss reports, from a log-ratio that is 0 outside the mask."""
     log_ratio = log_ratio.detach()
-    ratio = log_ratio.exp()
+    deviation = torch.expm1(log_ratio)
     return {
-        "clip_fraction": token_metric(clipped.to(ratio.dtype), mask),
-        "kl_old_nats": token_metric(_k3_of_old(log_ratio), mask),
-        "ratio_max": select(ratio, mask).max(),
-        "ratio_deviation_max": torch.expm1(log_ratio).abs().max(),
+        "clip_fraction": token_metric(clipped.to(log_ratio.dtype), mask),
+        "kl_old_nats": token_metric((deviation - log_ratio).clamp(min=0), mask),
+        "ratio_max": torch.where(mask, log_ratio, -math.inf).max().exp(),
+        "ratio_deviation_max": deviation.abs().max(),
     }
 
 

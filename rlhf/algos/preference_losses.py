@@ -581,8 +581,7 @@ def simpo_loss(
     Args:
         chosen_mean_logps, rejected_mean_logps: see the module.
         beta: > 0, per nat per token.
-        gamma: >= 0, the margin to reach, in the unit of the rewards (the paper's gamma, not TRL's
-            ratio gamma / beta).
+        gamma: >= 0, the margin to reach, in the unit of the rewards.
         denominator: see the module.
 
     Returns: loss () and metrics, see the module; the rewards are beta * mean log-prob.

@@ -86,7 +86,8 @@ def _mean_of_pairs(
     """Sum over pairs, with the term that fixes the level of the scores, over the denominator."""
     if not centering >= 0:
         raise ValueError(f"centering must be >= 0, got {centering}")
-    per_pair = per_pair + centering * (chosen_scores + rejected_scores).square()
+    if centering:
+        per_pair = per_pair + centering * (chosen_scores + rejected_scores).square()
     return mean_of(per_pair, denominator)
 
 
@@ -122,9 +123,9 @@ def bradley_terry_margin_loss(
     check_pairs(chosen_scores, rejected_scores, margins)
     check_label_smoothing(label_smoothing)
     difference = chosen_scores - rejected_scores
-    kept = logsigmoid(difference - margins.detach())
-    flipped = logsigmoid(-difference - margins.detach())
-    per_pair = -(1 - label_smoothing) * kept - label_smoothing * flipped
+    per_pair = -(1 - label_smoothing) * logsigmoid(difference - margins.detach())
+    if label_smoothing:
+        per_pair = per_pair - label_smoothing * logsigmoid(-difference - margins.detach())
     loss = _mean_of_pairs(per_pair, chosen_scores, rejected_scores, centering, denominator)
     accuracy, ties = pairwise_accuracy(chosen_scores, rejected_scores)
     metrics = {
