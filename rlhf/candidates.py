@@ -254,7 +254,7 @@ class Kl(Section):
         if self.where == "reward" and self.estimator == "k3_straight_through":
             problems.append(
                 "estimator=k3_straight_through differs from k3 by its gradient, which a reward "
-                "does not use; use k3"
+                "does not use; use k1"
             )
         if self.where == "reward" and self.zero_spread_groups is not None:
             problems.append("zero_spread_groups is about the loss; leave it out with where: reward")
@@ -392,10 +392,11 @@ class RlCandidate(_Rollouts):
                 f"value belongs to advantage={' or '.join(sorted(VALUE_KINDS))} and to no other; "
                 "set both or neither"
             )
-        if name == "max_rl" and self.kl is not None and self.kl.where == "reward":
-            yield "advantage=max_rl needs rewards in [0, 1]; set kl.where: loss"
-        if name == "max_rl" and self.kl is not None and self.kl.where == "reward":
-            yield "advantage=max_rl takes rewards in [0, 1], which a KL term leaves; set kl.where: loss"
+        if name == "max_rl":
+            yield (
+                "advantage=max_rl takes rewards in [0, 1], like passed or not, which a committee's "
+                "scores are not; use group_mean or rloo"
+            )
         if name in WHITENED_KINDS and self.whiten_advantages:
             yield f"whiten_advantages=True: advantage={name} whitens already; set it to false"
         grouped = imported or name in GROUP_KINDS
@@ -440,9 +441,9 @@ class _Pairs(Section):
 
     def _loss_problems(self, reference: str) -> Iterator[str]:
         kinds = [term.kind for term in self.losses if not isinstance(term, ImportedTerm)]
-        doubled = {kind for kind in kinds if kinds.count(kind) > 1}
-        for kind in sorted(doubled):
-            yield f"losses: {kind} stands there twice; add up the weights"
+        names = [term.kind.rpartition(".")[2] for term in self.losses]
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            yield f"losses: {name} stands there twice; add up the weights"
         reading = [kind for kind in kinds if kind not in REFERENCE_FREE]
         if reference == "none" and reading:
             yield f"reference=none: losses.{reading[0]} reads a reference; use previous"

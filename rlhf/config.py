@@ -489,15 +489,16 @@ def parse(raw: Mapping[str, Any], path: str = "pipeline.yaml") -> Pipeline:
 
 
 def resolved(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The mapping with every candidate's preset filled in."""
-    candidates = raw.get("candidates")
-    if not isinstance(candidates, Mapping):
-        return dict(raw)
-    filled = {
-        name: presets.resolve(body) if isinstance(body, Mapping) else body
-        for name, body in candidates.items()
-    }
-    return {**raw, "candidates": filled}
+    """The mapping with every candidate's preset filled in and parts that are names alone spelled out."""
+    result = dict(raw)
+    for section, fill in (("candidates", presets.resolve), ("rounds", presets.spelled_out_round)):
+        bodies = raw.get(section)
+        if isinstance(bodies, Mapping):
+            result[section] = {
+                name: fill(body) if isinstance(body, Mapping) else body
+                for name, body in bodies.items()
+            }
+    return result
 
 
 def as_yaml(pipeline: Pipeline) -> str:
@@ -588,6 +589,13 @@ def _cross_checks(raw: Mapping[str, Any]) -> Iterator[str]:
             yield (
                 f"candidates.{name}.learns_from={body['learns_from']}: "
                 f"{source} is not {home} or an earlier round; use {home}/..."
+            )
+        buffer = _mapping(body, "truncated").get("buffer")
+        limit = _mapping(raw, "model").get("max_response_tokens")
+        if isinstance(buffer, int) and isinstance(limit, int) and buffer > limit:
+            yield (
+                f"candidates.{name}.truncated.buffer={buffer}: more than "
+                f"model.max_response_tokens={limit}; lower it"
             )
         kl = _mapping(body, "kl")
         if kl.get("estimator") == "full" and _mapping(raw, "model").get("logits_chunk_tokens"):

@@ -179,11 +179,24 @@ def resolve(candidate: Mapping[str, Any]) -> dict[str, Any]:
     Parts of the same kind are merged option by option; a part written as a name alone is spelled out.
     """
     written = {
-        key: {"kind": value} if key in _PARTS and isinstance(value, str) else value
-        for key, value in candidate.items()
+        key: _spelled_out(value) if key in _PARTS else value for key, value in candidate.items()
     }
+    if isinstance(written.get("losses"), list):
+        written["losses"] = [_spelled_out(term) for term in written["losses"]]
     preset = copy.deepcopy(PRESETS.get(str(candidate.get("algorithm")), {}))
     return {**preset, **{k: _merged(preset.get(k), value) for k, value in written.items()}}
+
+
+def spelled_out_round(body: Mapping[str, Any]) -> dict[str, Any]:
+    """A round as written, with a reward-model loss that is a name alone spelled out."""
+    reward_model = body.get("reward_model")
+    if not isinstance(reward_model, Mapping) or "loss" not in reward_model:
+        return dict(body)
+    return {**body, "reward_model": {**reward_model, "loss": _spelled_out(reward_model["loss"])}}
+
+
+def _spelled_out(part: Any) -> Any:
+    return {"kind": part} if isinstance(part, str) else part
 
 
 def _merged(preset: Any, written: Any) -> Any:

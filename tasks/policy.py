@@ -311,7 +311,7 @@ def _pairs(path: Path, candidate: config.PreferenceCandidate, job: Job) -> list[
 
 
 def _probe(job: Job) -> dict[str, float]:
-    """KL to the reference, length and ending of a few fresh answers to training prompts."""
+    """KL to the start, length and ending of a few fresh answers to training prompts."""
     from rlhf.models.sequences import Sequences
     from rlhf.optimise.forward import divergence
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlhf import artifacts, config, contracts, tracking
 from rlhf.algos import parts
-from rlhf.algos.reward_model_losses import REWARD_MODEL_LOSSES, pairwise_accuracy
+from rlhf.algos.reward_model_losses import pairwise_accuracy
 from rlhf.algos.types import LossOutput
 from rlhf.data.batching import chunks, length_sorted_batches
 from rlhf.data.book import PromptBook
@@ -31,12 +31,11 @@ from rlhf.models.policy import (
 )
 from rlhf.models.scalar import ScalarModel
 from rlhf.models.sequences import Sequences
+from rlhf.optimise.imported import reward_model_part
 from rlhf.progress import Clock, Progress
 from rlhf.rewards.committee import SCALE_FILE, Committee
 from rlhf.rollout import sample
 from tasks import common
-
-LOSS_INPUTS = frozenset({"chosen_scores", "rejected_scores", "tied", "log_tie"})
 
 
 @dataclass(frozen=True)
@@ -65,10 +64,7 @@ def run(pipeline: config.Pipeline, name: str) -> None:
     path = common.need(common.RUNS / name / "preferences" / "pairs.parquet")
     pairs = contracts.read(path, contracts.PAIRS)
     _check(pairs, name, path)
-    loss = parts.resolve(REWARD_MODEL_LOSSES, settings.loss.kind)
-    parts.check(
-        loss, f"reward_model.loss={settings.loss.kind}", LOSS_INPUTS, settings.loss.arguments()
-    )
+    loss = reward_model_part(settings)
     groups = _groups(pairs[~pairs["heldout"]], with_ties="tied" in parts.inputs(loss))
 
     with tracking.stage_run(

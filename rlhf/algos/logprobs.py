@@ -65,7 +65,7 @@ def _logprobs_gradient(
         scaled = _scaled(logits[piece][here], temperature)
         part = (scaled - normaliser[piece][here][..., None]).exp_().mul_(-weight)
         part.scatter_add_(-1, ids[piece][here][..., None], weight)
-        result[piece][here] = part.div_(temperature).to(result.dtype)
+        result[piece][here] = _divided_(part, temperature).to(result.dtype)
     return result
 
 
@@ -74,7 +74,8 @@ def _entropies(logits: Tensor, temperature: float) -> Tensor:
     wide = torch.promote_types(logits.dtype, torch.float32)
     entropy = torch.empty(logits.shape[:2], dtype=wide, device=logits.device)
     for piece in _pieces(logits):
-        entropy[piece] = -_plogp(*_distribution(logits[piece], temperature)).sum(dim=-1)
+        probs, logps = _distribution(logits[piece], temperature)
+        entropy[piece] = -probs.mul_(logps).sum(dim=-1)
     return entropy
 
 
@@ -84,9 +85,9 @@ def _entropy_gradient(grad: Tensor, logits: Tensor, entropy: Tensor, temperature
     for piece in _pieces(logits):
         here = _with_gradient(grad[piece])
         probs, logps = _distribution(logits[piece][here], temperature)
-        part = _plogp(probs, logps).add_(probs.mul_(entropy[piece][here][..., None]))
-        part.mul_(-grad[piece][here][..., None]).div_(temperature)
-        result[piece][here] = part.to(result.dtype)
+        part = logps.add_(entropy[piece][here][..., None]).mul_(probs)
+        part.mul_(-grad[piece][here][..., None])
+        result[piece][here] = _divided_(part, temperature).to(result.dtype)
     return result
 
 
@@ -103,7 +104,8 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _logprobs_gradient(grad, *ctx.saved_tensors, ctx.temperature), None, None
+        logits, ids, normaliser = ctx.saved_tensors
+        return _logprobs_gradient(grad, logits, ids, normaliser, ctx.temperature), None, None
 
 
 class _TokenEntropy(torch.autograd.Function):
@@ -119,17 +121,19 @@ class _TokenEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _entropy_gradient(grad, *ctx.saved_tensors, ctx.temperature), None
+        logits, entropy = ctx.saved_tensors
+        return _entropy_gradient(grad, logits, entropy, ctx.temperature), None
 
 
 def _distribution(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Probabilities and their logarithms, which are finite, so that p log p is 0 at p = 0."""
     logps = _scaled(logits, temperature).log_softmax(dim=-1)
-    return logps.exp(), logps
+    probs = logps.exp()
+    return probs, logps.clamp_(min=torch.finfo(logps.dtype).min)
 
 
-def _plogp(probs: Tensor, logps: Tensor) -> Tensor:
-    """The product p log p, 0 at p = 0."""
-    return probs * torch.where(probs > 0, logps, 0)
+def _divided_(x: Tensor, temperature: float) -> Tensor:
+    return x if temperature == 1.0 else x.div_(temperature)
 
 
 def token_logprobs(logits: Tensor, ids: Tensor, *, temperature: float = 1.0) -> Tensor:

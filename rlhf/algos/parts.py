@@ -3,13 +3,13 @@
 The signature of a part says everything about it. Its positional parameters name the inputs it reads
 (`chosen_logps`, `values`, ...): a caller offers all it has and the part gets those it names. Its
 keyword-only parameters are its options: those of `pipeline.yaml`, and the ones every part of its kind
-shares (`SHARED`). So a part of your own is one function, named `my_pkg.my_module.my_loss`, and nothing
-else has to know of it.
+shares (`SHARED`). So a part of your own is one function, named `my_pkg.my_module.my_loss`, and
+nothing else has to know of it.
 """
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -48,12 +48,12 @@ def inputs(part: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(
         name
         for name, parameter in inspect.signature(part).parameters.items()
-        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     )
 
 
 def options(part: Callable[..., Any]) -> dict[str, Any]:
-    """The keyword-only parameters that are not SHARED, with their defaults (`inspect.Parameter.empty` for none)."""
+    """The keyword-only parameters that are not SHARED, with their defaults (`Parameter.empty` for none)."""
     return {
         name: parameter.default
         for name, parameter in inspect.signature(part).parameters.items()
@@ -62,7 +62,11 @@ def options(part: Callable[..., Any]) -> dict[str, Any]:
 
 
 def check(
-    part: Callable[..., Any], name: str, available: frozenset[str], given: Mapping[str, Any]
+    part: Callable[..., Any],
+    name: str,
+    available: Set[str],
+    given: Mapping[str, Any],
+    shared: Set[str] = frozenset(),
 ) -> None:
     """Refuses a part that asks for what its caller does not have, or options it does not know.
 
@@ -70,6 +74,8 @@ def check(
         part: the function. name: how the file names it, for the error.
         available: names of the inputs that the caller can offer.
         given: options by name.
+        shared: those of SHARED that the caller sets. A loss that did not take its `denominator`
+            would give another gradient for another split into micro-batches.
 
     Raises: ValueError that lists every problem.
     """
@@ -85,6 +91,8 @@ def check(
                 f"reads {wanted!r}, which is not available here; "
                 f"there are {', '.join(sorted(available))}"
             )
+    for keyword in sorted(shared - inspect.signature(part).parameters.keys()):
+        problems.append(f"takes no keyword {keyword!r}; every part of its kind does")
     known = options(part)
     for option in given:
         if option not in known:
@@ -100,8 +108,6 @@ def check(
 def call(part: Callable[..., Any], available: Mapping[str, Any], /, **keywords: Any) -> Any:
     """The part's result on the inputs that it names, out of all that are available.
 
-    Keywords of SHARED that the part does not take are dropped; any other unknown one is an error.
-
     Raises: ValueError if an input is missing, or None.
     """
     wanted = inputs(part)
@@ -109,6 +115,4 @@ def call(part: Callable[..., Any], available: Mapping[str, Any], /, **keywords: 
     if missing:
         title = getattr(part, "__name__", repr(part))
         raise ValueError(f"{title} reads {', '.join(missing)}, which is missing")
-    taken = inspect.signature(part).parameters
-    kept = {key: value for key, value in keywords.items() if key in taken or key not in SHARED}
-    return part(*(available[name] for name in wanted), **kept)
+    return part(*(available[name] for name in wanted), **keywords)

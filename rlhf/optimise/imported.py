@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from rlhf import config
 from rlhf.candidates import Imported
+
+if TYPE_CHECKING:
+    from rlhf.algos.types import LossOutput
 
 
 def check_imported(pipeline: config.Pipeline, path: str = "pipeline.yaml") -> None:
@@ -19,8 +23,30 @@ def check_imported(pipeline: config.Pipeline, path: str = "pipeline.yaml") -> No
         if any(isinstance(part, Imported) for part in _parts(candidate))
         for problem in _problems(candidate)
     ]
+    for name, declared in pipeline.rounds.items():
+        if isinstance(declared.reward_model.loss, Imported):
+            problems += [f"rounds.{name}.{p}" for p in _reward_model_problems(declared)]
     if problems:
         raise config.ConfigError(path, problems)
+
+
+def reward_model_part(settings: config.RewardModel) -> Callable[..., LossOutput]:
+    """The function of the reward model's loss. Raises ValueError if a part of yours does not fit."""
+    from rlhf.algos import parts
+    from rlhf.algos.reward_model_losses import REWARD_MODEL_LOSSES
+
+    loss = parts.resolve(REWARD_MODEL_LOSSES, settings.loss.kind)
+    available = frozenset({"chosen_scores", "rejected_scores", "tied", "log_tie"})
+    name = f"reward_model.loss={settings.loss.kind}"
+    parts.check(loss, name, available, settings.loss.arguments(), {"denominator"})
+    return loss
+
+
+def _reward_model_problems(declared: config.Round) -> Iterator[str]:
+    try:
+        reward_model_part(declared.reward_model)
+    except ValueError as error:
+        yield str(error)
 
 
 def _parts(candidate: config.AnyCandidate) -> list[config.Part]:

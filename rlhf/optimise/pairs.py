@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from rlhf import config
 from rlhf.algos import parts
 from rlhf.algos.masking import masked_sum
-from rlhf.algos.preference_losses import PREFERENCE_LOSSES
+from rlhf.algos.preference_losses import PREFERENCE_LOSSES, weighted_sum
 from rlhf.algos.types import LossOutput
 from rlhf.data.batching import chunks
 from rlhf.errors import StageFailed
@@ -118,34 +118,34 @@ class PairObjective:
     def loss(self, pairs: Pairs, rows: list[int], batch: Batch) -> LossOutput:
         """The share of some rows in the loss of their batch; metrics are means over them.
 
-        With several terms, `loss_<kind>` is each one's own share, before its weight.
+        With several terms, `<kind>_loss` is each one's own, before its weight.
         """
-        part_of, examples = pairs.select(rows), 2 * batch.num_pairs
+        part_of = pairs.select(rows)
         chosen = self.logps(self.policy, part_of.chosen)
         rejected = self.logps(self.policy, part_of.rejected)
         available = self._inputs(part_of, chosen, rejected)
         available |= {"kl_nats": batch.kl_nats, "reward_shift": batch.reward_shift}
-        total: Tensor | None = None
+        outputs: dict[str, LossOutput] = {}
         metrics: dict[str, Tensor] = {}
         for term, part in self.terms:
-            unpaired = bool(OF_EXAMPLES.intersection(parts.inputs(part)))
-            output: LossOutput = parts.call(
+            of_examples = bool(OF_EXAMPLES.intersection(parts.inputs(part)))
+            output = parts.call(
                 part,
                 available,
-                denominator=examples if unpaired else batch.num_pairs,
+                denominator=batch.num_pairs * (2 if of_examples else 1),
                 **term.arguments(),
             )
-            total = term.weight * output.loss + (0 if total is None else total)
-            metrics = {**output.metrics, **metrics}
+            outputs[term.kind.rpartition(".")[2]] = output
             if "reward_shift" in parts.inputs(part):
                 metrics["reward_level"] = _level(term.kind, output.metrics)
-            if len(self.terms) > 1:
-                share = batch.num_pairs / len(rows)
-                metrics[f"loss_{term.kind.rpartition('.')[2]}"] = output.loss.detach() * share
-        assert total is not None
+        weights = {name: term.weight for name, (term, _) in zip(outputs, self.terms, strict=True)}
+        loss, found = weighted_sum(outputs, weights, share=len(rows) / batch.num_pairs)
+        if len(outputs) == 1:
+            del found[f"{next(iter(outputs))}_loss"]  # the loss itself
+        metrics |= found
         metrics["chosen_logp_change_nats"] = (chosen.detach() - part_of.start_chosen).mean()
         metrics["rejected_logp_change_nats"] = (rejected.detach() - part_of.start_rejected).mean()
-        return LossOutput(total, metrics)
+        return LossOutput(loss, metrics)
 
     def after(self, metrics: dict[str, float], num_pairs: int) -> None:
         """Takes the batch's implicit rewards into the running mean that `reward_shift` reads."""
@@ -196,21 +196,42 @@ class PairObjective:
 
     @torch.no_grad()
     def _mismatched_kl(self, chosen: Sequences, rows: list[int], size: int) -> Tensor:
-        """Mean log-ratio, at least 0, of each prompt's answer replaced by the next prompt's (KTO, eq. 6)."""
+        """Mean log-ratio, at least 0, of prompts with the chosen answer to another (KTO, eq. 6).
+
+        The answer is the next one in the batch that was given to another prompt; a batch with one
+        prompt only has no mismatch to measure, and its reference point is 0.
+        """
         assert self.reference is not None
-        swapped = Sequences(
-            chosen.prompt_ids[rows],
-            chosen.prompt_mask[rows],
-            chosen.response_ids[rows].roll(-1, 0),
-            chosen.response_mask[rows].roll(-1, 0),
-        )
         total = torch.zeros((), dtype=torch.float64, device=chosen.prompt_ids.device)
-        for part in (swapped.select(micro) for micro in chunks(list(range(len(rows))), size)):
+        partners = _of_another_prompt(chosen, rows)
+        if not partners:
+            return total
+        prompts, answers = map(list, zip(*partners, strict=True))
+        swapped = Sequences(
+            chosen.prompt_ids[prompts],
+            chosen.prompt_mask[prompts],
+            chosen.response_ids[answers],
+            chosen.response_mask[answers],
+        )
+        for micro in chunks(list(range(len(partners))), size):
+            part = swapped.select(micro)
             ratio = self.logps(self.policy, part) - self.logps(self.reference, part)
             if self.settings.length_normalized:
                 ratio = ratio / part.lengths
             total = total + ratio.sum()
-        return (total / len(rows)).clamp(min=0)
+        return (total / len(partners)).clamp(min=0)
+
+
+def _of_another_prompt(sequences: Sequences, rows: list[int]) -> list[tuple[int, int]]:
+    """Each row with the next one, round and round, that has another prompt."""
+    prompts = {
+        row: tuple(sequences.prompt_ids[row][sequences.prompt_mask[row]].tolist()) for row in rows
+    }
+    found = []
+    for i, row in enumerate(rows):
+        others = (o for o in rows[i + 1 :] + rows[:i] if prompts[o] != prompts[row])
+        found += [(row, other) for other in [next(others, None)] if other is not None]
+    return found
 
 
 def pair_parts(
@@ -228,7 +249,7 @@ def pair_parts(
     found = []
     for term in settings.losses:
         part = parts.resolve(PREFERENCE_LOSSES, term.kind)
-        parts.check(part, f"losses: {term.kind}", available, term.arguments())
+        parts.check(part, f"losses: {term.kind}", available, term.arguments(), {"denominator"})
         found.append((term, part))
     return found
 

@@ -175,12 +175,14 @@ class RlTrainer:
         start = scatter(sequences, batches, lambda part: self._logprobs(self.start, part))
         ref = self._reference_logprobs(sequences, batches, start)
         values, final_values = self._all_values(sequences, batches, ended)
-        truncate = TRUNCATION[s.truncated.kind]
-        limit = {"max_length": self.model.max_response_tokens}
         truncation = parts.call(
-            truncate,
-            {"scores": raw, "ended": ended, "lengths": sequences.lengths},
-            **(limit if "max_length" in parts.options(truncate) else {}),
+            TRUNCATION[s.truncated.kind],
+            {
+                "scores": raw,
+                "ended": ended,
+                "lengths": sequences.lengths,
+                "max_length": self.model.max_response_tokens,
+            },
             **s.truncated.arguments(),
         )
         estimated = parts.call(
@@ -253,14 +255,24 @@ class RlTrainer:
         )  # fmt: skip
 
     def _cut(self, sequences: Sequences, rows: list[int]) -> list[list[list[int]]]:
-        """Rows of similar length together: as many minibatches as declared, in micro-batches."""
+        """As many minibatches as declared, in micro-batches of similar length.
+
+        Minibatches are of similar length too, which saves padding, unless the loss is a mean over a
+        minibatch's tokens: those of short answers would then weigh more, so chance makes them.
+        """
+        s = self.settings
         if not rows:
             return []
-        size = -(-len(rows) // self.settings.minibatches)
-        sorted_rows = by_length(sequences.select(rows), size)
+        size = -(-len(rows) // s.minibatches)
+        if s.reduction == "token_mean" and s.minibatches > 1:
+            shuffled = torch.randperm(len(rows), generator=self.order).tolist()
+            minibatches = chunks([rows[i] for i in shuffled], size)
+        else:
+            minibatches = [rows]
         return [
-            chunks([rows[i] for i in minibatch], self.settings.micro_batch_size)
-            for minibatch in sorted_rows
+            chunks([minibatch[i] for i in ordered], s.micro_batch_size)
+            for minibatch in minibatches
+            for ordered in by_length(sequences.select(minibatch), size)
         ]
 
     def _rewards(self, scores: Tensor, old: Tensor, ref: Tensor | None, mask: Tensor) -> Tensor:
@@ -422,6 +434,7 @@ class RlTrainer:
                 ref = e.ref_logprobs[rows, :width]
                 penalty = kl_loss(logprobs, ref, kl_mask, estimator=s.kl.estimator, **shared)
             loss = loss + e.kl_coef * penalty.loss
+            metrics |= penalty.metrics
         return LossOutput(loss, metrics)
 
     def _forward(self, part: Sequences) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -489,7 +502,13 @@ def rl_parts(settings: config.RlCandidate, *, has_critic: bool) -> tuple[Any, An
         estimator, f"advantage={settings.advantage.kind}", available, settings.advantage.arguments()
     )
     loss = parts.resolve(POLICY_LOSSES, settings.loss.kind)
-    parts.check(loss, f"loss={settings.loss.kind}", LOSS_INPUTS, settings.loss.arguments())
+    parts.check(
+        loss,
+        f"loss={settings.loss.kind}",
+        LOSS_INPUTS,
+        settings.loss.arguments(),
+        {"reduction", "denominator"},
+    )
     return estimator, loss
 
 

@@ -137,11 +137,19 @@ def test_a_part_gets_what_it_names_by_name() -> None:
     assert parts.call(example, available, a=3, b=4, denominator=5) == (1, 2, 3, 4, 5)
 
 
-def test_shared_keywords_that_it_does_not_take_are_dropped_and_others_are_not() -> None:
-    available = {"first": 1, "second": 2}
-    assert parts.call(example, available, a=3, reduction="token_mean") == (1, 2, 3, 2.0, 1.0)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'c'"):
-        parts.call(example, available, a=3, c=4)
+@pytest.mark.parametrize("keyword", ["reduction", "c"])
+def test_a_keyword_that_it_does_not_take_is_never_dropped(keyword: str) -> None:
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{keyword}'"):
+        parts.call(example, {"first": 1, "second": 2}, a=3, **{keyword: 4})
+
+
+def test_what_its_caller_sets_it_must_take() -> None:
+    """Without its denominator, another split into micro-batches would give another gradient."""
+    inputs = frozenset({"first", "second"})
+    parts.check(example, "x", inputs, {"a": 1}, frozenset({"denominator"}))
+    words = "x: takes no keyword 'reduction'; every part of its kind does"
+    with pytest.raises(ValueError, match=words):
+        parts.check(example, "x", inputs, {"a": 1}, frozenset({"reduction", "denominator"}))
 
 
 @pytest.mark.parametrize("available", [{"first": 1}, {"first": 1, "second": None}])

@@ -987,3 +987,43 @@ def test_a_first_step_over_the_budget_is_refused() -> None:
     next(steps)
     with pytest.raises(StageFailed, match=r"one step takes the policy .* nats from its start"):
         next(steps)
+
+
+# --- what the parts hand on ---
+
+
+def test_whitening_is_over_the_answers_that_train() -> None:
+    settings = two_by_four(advantage="reinforce", truncated="mask", whiten_advantages=True)
+    experience = experience_of(make(settings))
+    kept = torch.cat([rows_of(experience.advantages, experience)[i] for i in (0, 2, 3, 4, 7)])
+    assert float(kept.mean()) == pytest.approx(0, abs=1e-6)
+    assert float(kept.std()) == pytest.approx(1, abs=1e-5)
+
+
+def test_an_advantage_with_a_memory_gets_back_what_it_handed_on() -> None:
+    trainer = make(two_by_four(advantage="ema_baseline"))
+    first, second = experience_of(trainer), experience_of(trainer)
+    tokens = torch.cat([SCORES[i].expand(len(c.ids)) for i, c in enumerate(answers()[1])])
+    for i, row in enumerate(rows_of(first.advantages, first)):
+        close(row, SCORES[i].expand(len(row)))
+        close(rows_of(second.advantages, second)[i], row - tokens.mean())
+    assert second.metrics["policy/baseline"] == pytest.approx(float(tokens.mean()))
+
+
+def test_old_log_probs_of_chosen_answers_are_those_of_the_batches_that_train() -> None:
+    settings = two_by_four(advantage="best_of_group", loss="nll", micro_batch_size=8)
+    trainer = make(settings)
+    original = trainer._logprobs
+
+    def by_batch(policy: PreTrainedModel, part: Sequences) -> Tensor:
+        return original(policy, part) + 0.125 * len(part)  # as if the batch changed the rounding
+
+    trainer._logprobs = by_batch  # type: ignore[method-assign]
+    experience = experience_of(trainer)
+    (rows,) = [micro for minibatch in experience.minibatches for micro in minibatch]
+    assert sorted(rows) == [0, 2, 4, 7]
+    for i in rows:  # four at once, not eight
+        close(
+            rows_of(experience.old_logprobs, experience)[i],
+            logprob_rows(tiny.llama())[i] + 4 * 0.125,
+        )

@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 
-from rlhf import artifacts
+from rlhf import artifacts, config
 from rlhf.errors import BadInput
 from rlhf.models.scalar import HEAD_FILE, ScalarModel
 from rlhf.rewards import committee as module
@@ -76,15 +76,65 @@ def test_only_empty_answers_are_scored_by_their_prompts() -> None:
     assert torch.isfinite(found).all()
 
 
+def part(kind: str, **options: float) -> config.Part:
+    return tiny.rl_candidate(aggregate={"kind": kind, **options}).aggregate
+
+
 def test_aggregates_by_hand() -> None:
     scores = by_definition()
-    for name, expected in {
-        "mean": scores.mean(0),
-        "min": scores.min(0).values,
-        "mean_minus_variance": scores.mean(0) - 0.5 * scores.var(0, correction=0),
-    }.items():
-        found = committee().score(PROMPTS, ANSWERS, ENDED, aggregate=name)
+    variance = ((scores - scores.mean(0)) ** 2).sum(0) / 3
+    for aggregate, expected in (
+        (part("mean"), scores.mean(0)),
+        (part("min"), scores.min(0).values),
+        (part("mean_minus_variance"), scores.mean(0) - 0.5 * variance),
+        (part("mean_minus_variance", variance_coef=0.125), scores.mean(0) - 0.125 * variance),
+        (part("mean_minus_variance", variance_coef=0.0), scores.mean(0)),
+    ):
+        found = committee().scorer(aggregate)(PROMPTS, ANSWERS, ENDED)
         torch.testing.assert_close(found, expected, atol=2e-3, rtol=1e-4)
+
+
+# --- the members' mean weights ---
+
+
+@torch.no_grad()
+def test_weight_average_is_the_model_of_the_mean_rescaled_weights() -> None:
+    """Heads are put on their own scales first: (w h + b - mean) / std is a head, too."""
+    models = [member(i) for i in range(3)]
+    for model, bias in zip(models, (0.5, -0.25, 2.0), strict=True):
+        model.head.bias.fill_(bias)
+    backbone = tiny.llama(9).base_model.eval()
+    for name, value in backbone.named_parameters():
+        value.copy_(sum(dict(m.backbone.named_parameters())[name] for m in models) / 3)
+    scaled = list(zip(models, SCALES, strict=True))
+    weight = sum(m.head.weight[0] / std for m, (_, std) in scaled) / 3
+    bias = sum((m.head.bias[0] - mean) / std for m, (mean, std) in scaled) / 3
+    expected = []
+    for prompt, text, ended in zip(PROMPTS, ANSWERS, ENDED, strict=True):
+        ids = prompt + [int(word[1:]) for word in text.split()] + [tiny.EOS] * ended
+        hidden = backbone(torch.tensor([ids])).last_hidden_state[0, -1]
+        expected.append(hidden @ weight + bias)
+    whole = Committee(models, SCALES, tiny.codec(), tiny.model_settings())
+    found = whole.scorer(part("weight_average"))(PROMPTS, ANSWERS, ENDED)
+    torch.testing.assert_close(found, torch.stack(expected), atol=1e-4, rtol=1e-4)
+    plain = whole.scorer(part("mean"))(PROMPTS, ANSWERS, ENDED)
+    assert not torch.allclose(found, plain, atol=1e-2)
+
+
+def test_the_mean_of_identical_members_is_the_member() -> None:
+    twins = Committee([member(1)] * 2, [SCALES[1]] * 2, tiny.codec(), tiny.model_settings())
+    alone = Committee([member(1)], [SCALES[1]], tiny.codec(), tiny.model_settings())
+    found = twins.scorer(part("weight_average"))(PROMPTS, ANSWERS, ENDED)
+    expected = alone.member_scores(PROMPTS, ANSWERS, ENDED)[0]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
+
+
+def test_averaging_leaves_the_members_as_they_were() -> None:
+    whole = committee()
+    before = whole.member_scores(PROMPTS, ANSWERS, ENDED)
+    whole.scorer(part("weight_average"))(PROMPTS, ANSWERS, ENDED)
+    assert torch.equal(whole.member_scores(PROMPTS, ANSWERS, ENDED), before)
+    assert whole.scales == SCALES
 
 
 def test_columns_of_different_lengths_are_refused() -> None:

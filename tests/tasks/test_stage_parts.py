@@ -80,38 +80,51 @@ def pairs(*rows: tuple[str, str, str], **columns: Any) -> pd.DataFrame:
 
 
 def test_an_answer_in_several_pairs_is_scored_once() -> None:
-    found = _groups(pairs(("g", "a", "b"), ("h", "x", "y"), ("g", "c", "a"), ("g", "c", "b")))
+    found = _groups(
+        pairs(("g", "a", "b"), ("h", "x", "y"), ("g", "c", "a"), ("g", "c", "b")), with_ties=False
+    )
     a, b, c = ("a", True), ("b", True), ("c", True)
     assert found == [
-        Group("prompt of g", [a, b, c], [(0, 1), (2, 0), (2, 1)]),
-        Group("prompt of h", [("x", True), ("y", True)], [(0, 1)]),
+        Group("prompt of g", [a, b, c], [(0, 1), (2, 0), (2, 1)], [False] * 3),
+        Group("prompt of h", [("x", True), ("y", True)], [(0, 1)], [False]),
     ]
 
 
 def test_the_same_text_cut_off_is_another_answer() -> None:
-    (group,) = _groups(pairs(("g", "a", "~a"), ("g", "a", "b")))
+    (group,) = _groups(pairs(("g", "a", "~a"), ("g", "a", "b")), with_ties=False)
     assert group.answers == [("a", True), ("a", False), ("b", True)]
     assert group.pairs == [(0, 1), (0, 2)]
 
 
 def test_a_tie_stands_in_both_orders_and_weighs_as_much_as_a_decision() -> None:
-    (group,) = _groups(pairs(("g", "a", "b"), ("g", "a", "=c")))
+    (group,) = _groups(pairs(("g", "a", "b"), ("g", "a", "=c")), with_ties=False)
     assert group.pairs == [(0, 1), (0, 1), (0, 2), (2, 0)]
 
 
+def test_for_a_loss_of_ties_a_tie_is_one_pair_that_says_so() -> None:
+    table = pairs(("g", "a", "b"), ("g", "a", "=c"), ("g", "b", "=b"), ("h", "x", "=y"))
+    first, second = _groups(table, with_ties=True)
+    assert (first.pairs, first.tied) == ([(0, 1), (0, 2)], [False, True])
+    assert (second.pairs, second.tied) == ([(0, 1)], [True])
+    both, _ = _groups(table, with_ties=False)
+    assert (both.pairs, both.tied) == ([(0, 1), (0, 1), (0, 2), (2, 0)], [False] * 4)
+
+
 def test_ties_of_equal_answers_and_groups_of_nothing_else_are_left_out() -> None:
-    found = _groups(pairs(("g", "a", "=a"), ("h", "a", "b"), ("h", "b", "=b")))
+    found = _groups(pairs(("g", "a", "=a"), ("h", "a", "b"), ("h", "b", "=b")), with_ties=False)
     assert [(g.prompt_id, len(g.answers)) for g in found] == [("prompt of h", 2)]
     assert set(found[0].pairs) == {(0, 1)}
 
 
 def test_duplicate_pairs_count_twice() -> None:
-    (group,) = _groups(pairs(("g", "a", "b"), ("g", "a", "b")))
+    (group,) = _groups(pairs(("g", "a", "b"), ("g", "a", "b")), with_ties=False)
     assert group.pairs == [(0, 1), (0, 1)]
 
 
 def test_pair_indices_point_into_the_answers_of_all_groups() -> None:
-    groups = _groups(pairs(("g", "a", "b"), ("g", "c", "a"), ("h", "x", "y"), ("i", "p", "q")))
+    groups = _groups(
+        pairs(("g", "a", "b"), ("g", "c", "a"), ("h", "x", "y"), ("i", "p", "q")), with_ties=False
+    )
     flat = [answer for group in groups for answer, _ in group.answers]
     chosen, rejected = _pair_indices(groups)
     assert [flat[i] for i in chosen] == ["a", "c", "x", "p"]
