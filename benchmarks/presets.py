@@ -81,7 +81,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "dr_grpo": _NO_KL_TERM,
     "dapo": _NO_KL_TERM,
     "gspo": _NO_KL_TERM,
-    "cispo": _NO_KL_TERM,
+    "cispo": {**_NO_KL_TERM, "learning_rate": 1.0e-4},
     "sapo": _NO_KL_TERM,
     "reinforce_plus_plus": {**_ONE_ANSWER, "kl": {"coef": 0.15}},
     "rejection_sampling": {
@@ -102,7 +102,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "dpo": {},
     "ipo": {},
     "simpo": {},
-    "orpo": {"learning_rate": 1.0e-3},
+    "orpo": {"losses": [{"kind": "orpo", "beta": 1.0}], "learning_rate": 6.0e-4},
     "kto": {},
     "online_dpo": {
         "prompts_per_step": 64,

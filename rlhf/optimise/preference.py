@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf import config
-from rlhf.algos.kl import k3
 from rlhf.algos.masking import masked_sum
 from rlhf.data.batching import chunks, length_sorted_batches
 from rlhf.data.text import TextCodec
@@ -195,7 +194,7 @@ class OnlinePreferenceTrainer:
             self._within_budget(self.collect()[2], s.steps)
 
     def _within_budget(self, metrics: dict[str, float], step: int) -> bool:
-        kl_nats = metrics["policy/kl_nats"]
+        kl_nats = metrics["policy/log_ratio_nats"]
         return self.budget.within(kl_nats, step=step, updates=self.learner.updates)
 
     def collect(self) -> tuple[Rollout, Pairs | None, dict[str, float]]:
@@ -223,13 +222,8 @@ class OnlinePreferenceTrainer:
         )
         mask = sequences.response_mask
         metrics = {
-            "policy/proxy": float(rollout.scores.mean()),
-            "policy/proxy_std": float(rollout.scores.std(correction=0)),
-            "policy/kl_nats": float(masked_sum(k3(now, then), mask, dim=1).mean()),
-            "policy/length_tokens": float(sequences.lengths.float().mean()),
-            "policy/ended_fraction": float(rollout.ended.float().mean()),
+            **rollout.described(sequences, now, then),
             "policy/pairs": float(decided.sum()),
-            **{f"policy/{key}": value for key, value in rollout.metrics.items()},
         }
         if self.collected == 0:
             preflight.check_mask_selects_sampled(sequences, rollout.completions)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from rlhf import config
 from rlhf.algos import parts
 from rlhf.algos.advantages import ADVANTAGES, clip_advantages, has_spread, token_rewards, whiten
-from rlhf.algos.kl import KL_ESTIMATORS, adapt_kl_coef, full_kl_loss, k3, kl_loss
+from rlhf.algos.kl import KL_ESTIMATORS, adapt_kl_coef, full_kl_loss, k1, k3, kl_loss
 from rlhf.algos.logprobs import token_entropy, token_logprobs
 from rlhf.algos.masking import masked_mean, masked_sum, reduction_denominator, select
 from rlhf.algos.policy_losses import (
@@ -143,7 +143,7 @@ class RlTrainer:
             self._within_budget(self.collect().metrics, s.steps)
 
     def _within_budget(self, metrics: dict[str, float], step: int) -> bool:
-        kl_nats = metrics["policy/kl_nats"]
+        kl_nats = metrics["policy/log_ratio_nats"]
         return self.budget.within(kl_nats, step=step, updates=self.learner.updates)
 
     # --- experience ---
@@ -222,13 +222,8 @@ class RlTrainer:
             advantages = select(advantages * weights, mask)
             found |= corrected
         metrics = {
-            "policy/proxy": float(raw.mean()),
-            "policy/proxy_std": float(raw.std(correction=0)),
-            "policy/kl_nats": float(masked_sum(k3(old, start), mask, dim=1).mean()),
-            "policy/length_tokens": float(sequences.lengths.float().mean()),
-            "policy/ended_fraction": float(ended.float().mean()),
+            **rollout.described(sequences, old, start),
             "policy/sampler_mismatch_nats": float(masked_mean((old - sampled).abs(), mask)),
-            **{f"policy/{key}": value for key, value in rollout.metrics.items()},
             **{f"policy/{key}": float(value) for key, value in found.items()},
         }
         if not bool(keep.all()):
@@ -242,7 +237,7 @@ class RlTrainer:
             metrics["policy/kl_coef"] = kl_coef
             self.kl_coef = adapt_kl_coef(
                 kl_coef,
-                metrics.get("policy/kl_reference_nats", metrics["policy/kl_nats"]),
+                float(masked_sum(k1(old, start if ref is None else ref), mask, dim=1).mean()),
                 target_nats=s.kl.target.nats,
                 horizon=s.kl.target.horizon,
                 num_samples=len(sequences),

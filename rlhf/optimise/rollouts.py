@@ -11,8 +11,11 @@ from transformers import PreTrainedModel
 
 from rlhf import config
 from rlhf.algos.advantages import has_spread
+from rlhf.algos.kl import k1, k3
+from rlhf.algos.masking import masked_sum
 from rlhf.data.text import TextCodec
 from rlhf.errors import StageFailed
+from rlhf.models.sequences import Sequences
 from rlhf.progress import Clock
 from rlhf.rewards.committee import Score
 from rlhf.rollout import Completion, sample
@@ -51,6 +54,19 @@ class Rollout:
     @property
     def num_tokens(self) -> int:
         return sum(len(completion.ids) for completion in self.completions)
+
+    def described(self, sequences: Sequences, logprobs: Tensor, start: Tensor) -> dict[str, float]:
+        """What is logged of every rollout batch; log-probs (B, T) of the policy and of its start."""
+        mask = sequences.response_mask
+        return {
+            "policy/proxy": float(self.scores.mean()),
+            "policy/proxy_std": float(self.scores.std(correction=0)),
+            "policy/kl_nats": float(masked_sum(k3(logprobs, start), mask, dim=1).mean()),
+            "policy/log_ratio_nats": float(masked_sum(k1(logprobs, start), mask, dim=1).mean()),
+            "policy/length_tokens": float(sequences.lengths.float().mean()),
+            "policy/ended_fraction": float(self.ended.float().mean()),
+            **{f"policy/{key}": value for key, value in self.metrics.items()},
+        }
 
 
 class Rollouts:

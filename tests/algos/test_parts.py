@@ -1,4 +1,4 @@
-"""Named parts: found, checked and called by their signatures; and parts of one's own, trained with."""
+"""Named parts: found, checked and called by their signatures."""
 
 from __future__ import annotations
 
@@ -7,50 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 
 from rlhf.algos import parts
 from rlhf.algos.advantages import ADVANTAGES
 from rlhf.algos.policy_losses import POLICY_LOSSES
 from rlhf.algos.preference_losses import PREFERENCE_LOSSES
-from rlhf.optimise.preference import PreferenceTrainer
-from rlhf.optimise.rl import RlTrainer
-from rlhf.progress import Clock
+from rlhf.algos.reward_model_losses import REWARD_MODEL_LOSSES
 
-OWN = '''
-import torch
-
-from rlhf.algos.masking import masked_sum, reduce
-from rlhf.algos.types import Advantages, LossOutput
-
-CALLS = []
+OWN = """
 NUMBER = 3
 
 
-def centred(scores, response_mask, *, scale=1.0):
-    """Scores less their mean, on every token."""
-    CALLS.append(("centred", scale))
-    level = (scale * (scores - scores.mean()))[:, None]
-    return Advantages(torch.where(response_mask, level, 0), None, {"centre": scores.mean()})
+def plain(logprobs, *, slope, reduction, denominator):
+    return slope
 
 
-def plain(logprobs, advantages, response_mask, *, slope, reduction, denominator):
-    """Minus advantage times log-prob."""
-    CALLS.append(("plain", slope))
-    loss = reduce(-slope * advantages * logprobs, response_mask, reduction, denominator=denominator)
-    return LossOutput(loss, {})
-
-
-def squared(chosen_logps, rejected_logps, *, goal, denominator):
-    """Squared distance of the difference of log-probs from a goal."""
-    CALLS.append(("squared", goal))
-    gap = chosen_logps - rejected_logps
-    return LossOutput((gap - goal).square().sum() / denominator, {"gap": gap.detach().mean()})
-
-
-def greedy(secret, *, reduction=None, denominator=None):
-    """Asks for what nobody has."""
-'''
+def squared(chosen_logps, *, denominator):
+    return chosen_logps
+"""
 
 
 @pytest.fixture
@@ -143,13 +117,72 @@ def test_a_keyword_that_it_does_not_take_is_never_dropped(keyword: str) -> None:
         parts.call(example, {"first": 1, "second": 2}, a=3, **{keyword: 4})
 
 
-def test_what_its_caller_sets_it_must_take() -> None:
+@pytest.mark.parametrize(
+    ("shared", "words"),
+    [
+        ({"reduction"}, "x: takes no keyword 'reduction'; every part of its kind does$"),
+        (
+            {"reduction", "denominator"},
+            "x: takes no keyword 'reduction'; every part of its kind does$",
+        ),
+    ],
+)
+def test_what_its_caller_sets_it_must_take(shared: set[str], words: str) -> None:
     """Without its denominator, another split into micro-batches would give another gradient."""
-    inputs = frozenset({"first", "second"})
-    parts.check(example, "x", inputs, {"a": 1}, frozenset({"denominator"}))
-    words = "x: takes no keyword 'reduction'; every part of its kind does"
+    inputs = {"first", "second"}
+    parts.check(example, "x", inputs, {"a": 1}, {"denominator"})
+    parts.check(example, "x", inputs, {"a": 1})  # nothing is shared unless the caller says so
     with pytest.raises(ValueError, match=words):
-        parts.check(example, "x", inputs, {"a": 1}, frozenset({"reduction", "denominator"}))
+        parts.check(example, "x", inputs, {"a": 1}, shared)
+
+
+def test_all_that_is_missing_is_told_at_once() -> None:
+    def bare(third: Any, *, a: float) -> Any:
+        return third, a
+
+    with pytest.raises(ValueError) as caught:
+        parts.check(bare, "x", {"first"}, {"b": 1}, {"reduction", "denominator"})
+    assert str(caught.value) == (
+        "x: reads 'third', which is not available here; there are first; "
+        "takes no keyword 'denominator'; every part of its kind does; "
+        "takes no keyword 'reduction'; every part of its kind does; "
+        "option 'b' is not one of its own (a); remove it; "
+        "option 'a' has no default; set it"
+    )
+
+
+def test_a_part_without_options_says_so() -> None:
+    with pytest.raises(ValueError, match=r"option 'b' is not one of its own \(none\); remove it"):
+        parts.check(lambda first: first, "x", {"first"}, {"b": 1})
+
+
+def test_a_denominator_that_is_an_input_is_no_keyword() -> None:
+    """By its position it would be asked of the inputs, where it is not."""
+
+    def positional(first: Any, denominator: float) -> Any:
+        return first / denominator
+
+    with pytest.raises(ValueError, match="reads 'denominator', which is not available here"):
+        parts.check(positional, "x", {"first"}, {}, {"denominator"})
+
+
+def test_positional_only_parameters_are_inputs() -> None:
+    def slashed(first: Any, /, second: Any, *, a: float = 1.0) -> Any:
+        return first, second, a
+
+    assert parts.inputs(slashed) == ("first", "second")
+    assert parts.options(slashed) == {"a": 1.0}
+    parts.check(slashed, "x", {"first", "second"}, {})
+    with pytest.raises(ValueError, match="reads 'first', which is not available here"):
+        parts.check(slashed, "x", {"second"}, {})
+    assert parts.call(slashed, {"second": 2, "first": 1}, a=3) == (1, 2, 3)
+
+
+def test_an_input_may_have_the_name_of_a_parameter_of_call() -> None:
+    assert parts.call(lambda part, available: (part, available), {"available": 2, "part": 1}) == (
+        1,
+        2,
+    )
 
 
 @pytest.mark.parametrize("available", [{"first": 1}, {"first": 1, "second": None}])
@@ -158,116 +191,23 @@ def test_an_input_that_is_missing_is_named(available: dict[str, Any]) -> None:
         parts.call(example, available, a=3)
 
 
-@pytest.mark.parametrize("registry", [ADVANTAGES, POLICY_LOSSES, PREFERENCE_LOSSES])
-def test_every_built_in_part_shows_what_it_reads(registry: dict[str, Any]) -> None:
-    for name, part in registry.items():
-        options = {o: 1 for o in parts.options(part)}
-        parts.check(part, name, frozenset(parts.inputs(part)), options)
-
-
-# --- parts of one's own ---
-
-
-def rl_trainer(**changes: Any) -> RlTrainer:
-    sizes = {"steps": 8, "prompts_per_step": 8, "samples_per_prompt": 8, "micro_batch_size": 64}
-    start = tiny.llama(initializer_range=0.1)
-    return RlTrainer(
-        tiny.rl_candidate(**(sizes | changes)),
-        tiny.model_settings(max_response_tokens=6),
-        policy=tiny.llama(initializer_range=0.1),
-        start=start,
-        reference=None,
-        critic=None,
-        score=tiny.share_of_w7,
-        codec=tiny.codec(),
-        prompts=tiny.PROMPTS,
-        seed=0,
-        clock=Clock("test"),
-    )
-
-
-def test_an_advantage_and_a_loss_of_ones_own_learn(own: Any) -> None:
-    trainer = rl_trainer(
-        advantage={"kind": "users_parts.centred", "options": {"scale": 3.0}},
-        loss={"kind": "users_parts.plain", "options": {"slope": 2.0}},
-        reduction="token_mean",
-    )
-    metrics = [m for *_, m in trainer.run()]
-    assert set(own.CALLS) == {("centred", 3.0), ("plain", 2.0)}
-    assert metrics[0]["policy/centre"] == pytest.approx(metrics[0]["policy/proxy"])
-    assert metrics[0]["policy/proxy"] < 0.15
-    assert metrics[-1]["policy/proxy"] > 0.5
-
-
-def test_the_loss_of_ones_own_is_the_one_that_is_minimised(own: Any) -> None:
-    """With the built-in score function's value, on the same samples."""
-    mine = rl_trainer(
-        loss={"kind": "users_parts.plain", "options": {"slope": 2.0}}, reduction="token_mean"
-    )
-    builtin = rl_trainer(loss="reinforce", reduction="token_mean")
-    first, second = next(mine.run())[2], next(builtin.run())[2]
-    assert first["policy/loss"] == pytest.approx(2 * second["policy/loss"], rel=1e-5)
-    assert abs(second["policy/loss"]) > 1e-3
-
-
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("registry", "shared"),
     [
-        (
-            {"loss": {"kind": "users_parts.greedy", "options": {}}},
-            "loss=users_parts.greedy: reads 'secret', which is not available here; there are",
-        ),
-        (
-            {"loss": {"kind": "users_parts.plain", "options": {}}},
-            "loss=users_parts.plain: option 'slope' has no default; set it",
-        ),
-        (
-            {"advantage": {"kind": "users_parts.centred", "options": {"scal": 1.0}}},
-            r"advantage=users_parts.centred: option 'scal' is not one of its own \(scale\)",
-        ),
-        (
-            {"advantage": {"kind": "users_parts.gone"}},
-            "'users_parts.gone' cannot be imported",
-        ),
+        (ADVANTAGES, set()),
+        (POLICY_LOSSES, {"reduction", "denominator"}),
+        (PREFERENCE_LOSSES, {"denominator"}),
+        (REWARD_MODEL_LOSSES, {"denominator"}),
     ],
 )
-def test_a_part_that_does_not_fit_is_refused_before_anything_is_sampled(
-    own: Any, changes: dict[str, Any], words: str
+def test_every_built_in_part_shows_what_it_reads(
+    registry: dict[str, Any], shared: set[str]
 ) -> None:
-    with pytest.raises(ValueError, match=words):
-        rl_trainer(**changes)
+    for name, part in registry.items():
+        options = {o: 1 for o in parts.options(part)}
+        parts.check(part, name, set(parts.inputs(part)), options, shared)
 
 
 def test_values_are_not_there_without_a_critic() -> None:
     with pytest.raises(ValueError, match="reads 'values', which is not available here"):
         parts.check(ADVANTAGES["gae"], "advantage=gae", frozenset({"rewards", "response_mask"}), {})
-
-
-def test_a_preference_loss_of_ones_own_learns(own: Any) -> None:
-    losses = [{"kind": "users_parts.squared", "options": {"goal": 6.0}, "weight": 0.5}]
-    start = tiny.llama()
-    trainer = PreferenceTrainer(
-        tiny.preference_candidate(losses=losses, epochs=16, batch_size=16, learning_rate=3e-3),
-        tiny.model_settings(),
-        policy=tiny.llama(),
-        start=start,
-        reference=start,
-        pairs=tiny.consistent_pairs(),
-        pad_id=tiny.PAD,
-        seed=0,
-        clock=Clock("test"),
-    )
-    gaps = [
-        sum(
-            float(tiny.token_logps(start, p.prompt, answer).sum()) * sign
-            for answer, sign in ((p.chosen, 1), (p.rejected, -1))
-        )
-        for p in tiny.consistent_pairs()
-    ]
-    metrics = [m for *_, m in trainer.run()]
-    assert set(own.CALLS) == {("squared", 6.0)}
-    expected = 0.5 * sum((gap - 6.0) ** 2 for gap in gaps) / 16
-    assert metrics[0]["policy/loss"] == pytest.approx(expected, rel=1e-4)
-    assert metrics[0]["policy/gap"] == pytest.approx(sum(gaps) / 16, abs=1e-3)
-    assert metrics[-1]["policy/gap"] == pytest.approx(6.0, abs=1.5)
-    assert metrics[-1]["policy/loss"] < 0.2 * metrics[0]["policy/loss"]

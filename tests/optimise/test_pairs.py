@@ -233,7 +233,7 @@ def test_a_weighted_sum_by_hand() -> None:
     ) / 8  # fmt: skip
     value, (output,) = whole(trainer)
     assert value == pytest.approx(2.0 * dpo + 0.5 * sft + kto, rel=1e-4)
-    shares = {key: float(output.metrics[f"loss_{key}"]) for key in ("sigmoid", "sft", "kto")}
+    shares = {key: float(output.metrics[f"{key}_loss"]) for key in ("sigmoid", "sft", "kto")}
     assert shares == pytest.approx({"sigmoid": dpo, "sft": sft, "kto": kto}, rel=1e-4)
     # Metrics of one name are those of the first loss that has them.
     margin = sum(0.25 * (n.chosen - n.rejected) for n in numbers) / 4
@@ -243,7 +243,7 @@ def test_a_weighted_sum_by_hand() -> None:
 
 def test_one_loss_alone_has_no_share() -> None:
     _, (output,) = whole(make({"kind": "sigmoid", "beta": 0.25}))
-    assert not [key for key in output.metrics if key.startswith("loss_")]
+    assert not [key for key in output.metrics if key.endswith("_loss")]
 
 
 # --- splits ---
