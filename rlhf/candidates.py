@@ -313,6 +313,8 @@ class _Rollouts(_Candidate):
     epochs_per_step: Positive
     minibatches: Positive
     micro_batch_size: Positive
+    sampling_batch_size: Positive | None = None
+    """Answers in flight at once while sampling; null: all of a step. Part of what fixes the answers."""
     resample_batches: Count = 0
     """Dynamic sampling: groups without spread are replaced, by at most so many further rollout batches."""
 

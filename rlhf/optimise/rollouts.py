@@ -133,7 +133,7 @@ class Rollouts:
                 eos_id=self.codec.eos_id,
                 pad_id=self.codec.pad_id,
                 seed=self.seed + 1000 + self.drawn,
-                batch_size=len(prompts),
+                batch_size=s.sampling_batch_size or len(prompts),
             )
         with self.clock("scoring"):
             texts = [self.codec.decode(completion.ids) for completion in completions]
