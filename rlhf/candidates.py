@@ -70,7 +70,10 @@ WHITENED_KINDS = frozenset({"reinforce_plus_plus", "reinforce_plus_plus_baseline
 
 POLICY_LOSSES: Table = {
     "ppo_clip": {**_clips},
-    "ppo_dual_clip": {**_clips, "dual_clip": (Annotated[float, Field(gt=1)], 3.0)},
+    "ppo_dual_clip": {
+        **_clips,
+        "dual_clip": (Annotated[float, Field(gt=1, allow_inf_nan=False)], 3.0),
+    },
     "reinforce": {},
     "importance_weighted": {},
     "gspo": {

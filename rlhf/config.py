@@ -643,9 +643,15 @@ def _readable(error: ValidationError) -> Iterator[str]:
         elif kind == "literal_error":
             yield f"{path}={value!r}: must be one of {context['expected']}"
         elif kind == "union_tag_invalid":
-            yield f"{path}.kind={context['tag']}: must be one of {context['expected_tags']}"
+            expected = context["expected_tags"].replace(
+                f"'{IMPORTED}'", "an import path like my_package.my_function"
+            )
+            yield f"{path}.kind={context['tag']}: must be one of {expected}"
         elif kind == "union_tag_not_found":
-            kinds = ", ".join(repr(tag) for tag in _tags(below))
+            kinds = ", ".join(repr(tag) for tag in _tags(below) if tag != IMPORTED)
+            if not isinstance(value, Mapping):
+                yield f"{path}{shown}: must be a mapping like {{kind: ...}}; write one of {kinds}"
+                continue
             yield f"{path}.kind: required and missing; write one of {kinds}"
         elif kind == "value_error":
             for problem in context["error"].args:

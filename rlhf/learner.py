@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,8 @@ class Learner:
     Losses of micro-batches must already be shares of the whole batch's loss (divide by the whole
     batch's denominator), so that any split gives the same gradient.
 
-    `ema` is the moving average of the weights, None unless its decay is given: who reads the
+    `rate_factors` multiply the learning rate of single parameters, by name, which then have no weight
+    decay. `ema` is the moving average of the weights, None unless its decay is given: who reads the
     average asks for it.
     """
 
@@ -34,13 +36,15 @@ class Learner:
         total_updates: int,
         learning_rate: float | None = None,
         ema_decay: float | None = None,
+        rate_factors: Mapping[str, float] | None = None,
     ) -> None:
         self.model = model
         self.max_grad_norm = settings.max_grad_norm
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        rate = settings.learning_rate if learning_rate is None else learning_rate
         self.optimizer = torch.optim.AdamW(
-            self.parameters,
-            lr=settings.learning_rate if learning_rate is None else learning_rate,
+            _groups(model, rate, rate_factors or {}),
+            lr=rate,
             betas=(settings.adam_betas[0], settings.adam_betas[1]),
             weight_decay=settings.weight_decay,
             fused=True,
@@ -111,6 +115,15 @@ class Learner:
             f"  metrics of that batch: {seen}\n"
             f"  {consequence}"
         )
+
+
+def _groups(model: nn.Module, rate: float, factors: Mapping[str, float]) -> list[dict[str, Any]]:
+    """The trained parameters, and apart from them those with a rate of their own, without decay."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    groups: list[dict[str, Any]] = [{"params": [p for n, p in trained.items() if n not in factors]}]
+    for name, factor in factors.items():
+        groups.append({"params": [trained[name]], "lr": rate * factor, "weight_decay": 0.0})
+    return groups
 
 
 _KEPT = (

@@ -236,7 +236,7 @@ def problems(name: str, candidate: Mapping[str, Any]) -> Iterator[str]:
     if "losses" in preset and isinstance(written.get("losses"), list):
         kinds = [_kind(term) for term in written["losses"]]
         needed = preset["losses"][0]["kind"]
-        if needed not in kinds:
+        if None not in kinds and needed not in kinds:
             yield (
                 f"{place}.losses: algorithm={algorithm} has losses={needed}; "
                 "name the algorithm otherwise"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1, le=10**9)]
+Count = Annotated[int, Field(ge=0, le=10**9)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -27,7 +28,8 @@ class Section(BaseModel):
 
 def divisors(n: int) -> str:
     """Every divisor of n, as a list to read."""
-    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return ", ".join(str(d) for d in sorted({*small, *(n // d for d in small)}))
 
 
 def check_divides(small_name: str, small: int, large_name: str, large: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,13 +19,20 @@ from rlhf.errors import BadInput, StageFailed
 from rlhf.models.policy import device_of, enable_gradient_checkpointing, load_policy, save_policy
 from rlhf.models.scalar import ScalarModel
 from rlhf.optimise.anchor import following
-from rlhf.optimise.preference import OnlinePreferenceTrainer, PairIds, PreferenceTrainer
+from rlhf.optimise.preference import (
+    OnlinePreferenceTrainer,
+    PairIds,
+    PreferenceTrainer,
+    chosen_falls,
+)
 from rlhf.optimise.reference import ReferenceCache, state_digest
 from rlhf.optimise.rl import RlTrainer
 from rlhf.progress import Clock, Progress
 from rlhf.rewards.committee import Committee
 from rlhf.rollout import sample
 from tasks import common
+
+log = logging.getLogger("roundhouse")
 
 NUM_PROBES = 64  # answers sampled at a checkpoint where training itself samples none
 
@@ -248,7 +256,7 @@ def learn_from_pairs(job: Job, candidate: config.PreferenceCandidate) -> dict[st
         cache=ReferenceCache(),
     )
     stopped = None
-    first: dict[str, float] = {}
+    history: list[dict[str, float]] = []
     with Progress(f"policy@{job.name}", trainer.total_updates, "updates") as progress:
         for update, tokens, metrics in trainer.run():
             if update % candidate.checkpoint_every == 0 or update == trainer.total_updates:
@@ -263,9 +271,18 @@ def learn_from_pairs(job: Job, candidate: config.PreferenceCandidate) -> dict[st
             if "policy/accuracy" in metrics:
                 shown["accuracy"] = metrics["policy/accuracy"]
             progress.update(update, tokens=tokens, **shown)
-            first, last = first or metrics, metrics
+            history.append(metrics)
             if stopped is not None:
                 break
+    first, last = history[0], history[-1]
+    fallen = chosen_falls(history)
+    if fallen is not None:
+        log.warning(
+            "policy@%s: the chosen answers lost %.2f nats while the margin grew, so probability goes "
+            "to answers that nobody compared; add a term {kind: sft}, or lower learning_rate",
+            job.name,
+            fallen,
+        )
     names = [
         name
         for name in ("loss", "accuracy", "margin", "chosen_logp_change_nats")
@@ -274,6 +291,7 @@ def learn_from_pairs(job: Job, candidate: config.PreferenceCandidate) -> dict[st
     return {
         **{f"{key}_first": first[f"policy/{key}"] for key in names},
         **{f"{key}_last": last[f"policy/{key}"] for key in names},
+        "alarm_chosen_fell_nats": fallen,
         **_outcome(job, stopped),
     }
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
+from scipy.optimize import brentq
 from torch import Tensor
 
 from rlhf import artifacts, config, contracts, tracking
@@ -36,6 +37,8 @@ from rlhf.progress import Clock, Progress
 from rlhf.rewards.committee import SCALE_FILE, Committee
 from rlhf.rollout import sample
 from tasks import common
+
+TIE_RATE_FACTOR = 10.0  # one number among millions; at the weights' rate it would trail behind them
 
 
 @dataclass(frozen=True)
@@ -89,9 +92,8 @@ def run(pipeline: config.Pipeline, name: str) -> None:
                 if pipeline.model.gradient_checkpointing:
                     enable_gradient_checkpointing(model.backbone)
                 if "log_tie" in parts.inputs(loss):
-                    model.register_parameter(
-                        "log_tie", torch.nn.Parameter(torch.zeros((), device=device))
-                    )
+                    start = torch.tensor(_log_tie(loss, groups), device=device)
+                    model.register_parameter("log_tie", torch.nn.Parameter(start))
                 done = number * total // settings.members
                 seed = pipeline.seed_for(name, "reward_model", str(number))
                 for step, tokens, metrics in _train(
@@ -187,6 +189,22 @@ def _groups(pairs: pd.DataFrame, *, with_ties: bool) -> list[Group]:
     return groups
 
 
+def _log_tie(loss: Callable[..., LossOutput], groups: Sequence[Group]) -> float:
+    """The tie parameter at which equal scores tie as often as the labels do.
+
+    From there it has to follow the scores as they move apart.
+    """
+    tied = [tie for group in groups for tie in group.tied]
+    share = min(max(sum(tied) / len(tied), 1e-4), 0.95)
+
+    def surplus(log_tie: float) -> float:
+        equal, decided = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.bool)
+        output = loss(equal, equal, decided, torch.tensor(log_tie), denominator=1.0)
+        return float(output.metrics["expected_ties"]) - share
+
+    return float(brentq(surplus, -20.0, 10.0, xtol=1e-6))
+
+
 def _train(
     model: ScalarModel,
     loss: Callable[..., LossOutput],
@@ -214,6 +232,7 @@ def _train(
         settings,
         total_updates=batches_per_epoch * settings.epochs,
         ema_decay=settings.ema_decay,
+        rate_factors={"log_tie": TIE_RATE_FACTOR} if hasattr(model, "log_tie") else {},
     )
     model.train()
     for epoch in range(settings.epochs):

@@ -499,6 +499,74 @@ def test_a_candidate_of_a_round_before_may_learn_from_an_earlier_round_only() ->
     assert "rounds.r1.from=r2: not an earlier round; use one of r0" in text
 
 
+@pytest.mark.parametrize("buffer", [1, 56, 57])
+def test_an_overlong_buffer_is_part_of_the_answer(buffer: int) -> None:
+    limit = RAW["model"]["max_response_tokens"]
+    assert limit == 56
+    found = problems(
+        put("candidates.r1-ppo.truncated", {"kind": "soft_overlong", "buffer": buffer})
+    )
+    expected = [
+        "candidates.r1-ppo.truncated.buffer=57: more than model.max_response_tokens=56; lower it"
+    ]
+    assert found == (expected if buffer > limit else [])
+
+
+def resolved_twice(raw: dict[str, Any]) -> config.Pipeline:
+    """What a file says, which its full form says too."""
+    before = copy.deepcopy(raw)
+    pipeline = config.parse(raw)
+    assert raw == before
+    assert config.parse(yaml.safe_load(config.as_yaml(pipeline))) == pipeline
+    assert config.parse(config.resolved(raw)) == pipeline
+    assert config.resolved(config.resolved(raw)) == config.resolved(raw)
+    return pipeline
+
+
+def test_losses_may_be_names_alone() -> None:
+    raw = copy.deepcopy(RAW)
+    put("candidates.r1-dpo.losses", ["sigmoid", {"kind": "sft", "weight": 0.5}])(raw)
+    put("candidates.r1-dpo.losses", ["sigmoid", "sft"])(other := copy.deepcopy(RAW))
+    found, names = resolved_twice(raw), resolved_twice(other)
+    first = found.candidates["r1-dpo"]
+    assert isinstance(first, config.PreferenceCandidate)
+    assert first.losses[0].model_dump() == {
+        "kind": "sigmoid", "beta": 0.1, "label_smoothing": 0.0, "weight": 1.0
+    }  # fmt: skip
+    second = names.candidates["r1-dpo"]
+    assert isinstance(second, config.PreferenceCandidate)
+    assert [(term.kind, term.weight) for term in second.losses] == [("sigmoid", 1), ("sft", 1)]
+    (line,) = problems(put("candidates.r1-dpo.losses", ["sigmoit"]))[:1]
+    assert line.startswith("candidates.r1-dpo.losses.0.kind=sigmoit: must be one of 'sigmoid'")
+
+
+@pytest.mark.parametrize("kind", ["bradley_terry", "davidson", "rao_kupper"])
+def test_a_reward_models_loss_may_be_a_name_alone(kind: str) -> None:
+    raw = copy.deepcopy(RAW)
+    put("rounds.r1.reward_model.loss", kind)(raw)
+    put("rounds.r1.preferences.ties", "keep")(raw)
+    loss = resolved_twice(raw).rounds["r1"].reward_model.loss
+    assert loss.kind == kind
+    assert loss.arguments()["centering"] == 0.0
+
+
+def test_a_reward_models_loss_that_is_no_part_is_refused() -> None:
+    place = "rounds.r1.reward_model.loss"
+    assert problems(put(place, "bradley_tery"))[0].startswith(f"{place}.kind=bradley_tery: must be")
+    assert problems(put(place, ["bradley_terry"]))
+    assert problems(drop(place)) == [f"{place}: required and missing; add it"]
+
+
+@pytest.mark.parametrize("kind", ["davidson", "rao_kupper"])
+def test_a_loss_of_ties_needs_the_ties(kind: str) -> None:
+    loss = put("rounds.r1.reward_model.loss", {"kind": kind, "centering": 0.0})
+    assert problems(loss) == [
+        f"rounds.r1.reward_model.loss={kind} learns how often answers tie, and "
+        "preferences.ties=drop removes ties; set it to keep, or use bradley_terry"
+    ]
+    assert problems(loss, put("rounds.r1.preferences.ties", "keep")) == []
+
+
 def numbers(value: Any, place: str = "") -> Iterator[str]:
     """Every dotted path to a fraction or rate."""
     if isinstance(value, dict):

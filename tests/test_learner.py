@@ -517,3 +517,22 @@ def test_frozen_parameters_stay() -> None:
     learner = Learner(model, settings(weight_decay=0.5), total_updates=1)
     learner.update([(8.0, partial(share, model, list(range(8)), 8))], name="b")
     assert torch.equal(frozen, before)
+
+
+def test_a_parameter_with_a_rate_of_its_own() -> None:
+    """Adam's first step is the learning rate, whatever the gradient's size; no decay of that one."""
+    model = torch.nn.Linear(1, 1)
+    torch.nn.init.ones_(model.weight)
+    torch.nn.init.ones_(model.bias)
+    settings = config.Optimization(**tiny.optimization(learning_rate=0.01, weight_decay=0.5))
+    learner = Learner(model, settings, total_updates=2, rate_factors={"bias": 10.0})
+    total = partial(_total, model)
+    found = learner.update([(1.0, total)], name="one")
+    assert found["learning_rate"] == 0.01
+    # 1 - .01 - .01 * .5, and 1 - .1.
+    torch.testing.assert_close(model.weight.detach(), torch.tensor([[0.985]]), atol=1e-5, rtol=0)
+    torch.testing.assert_close(model.bias.detach(), torch.tensor([0.9]), atol=1e-5, rtol=0)
+
+
+def _total(model: torch.nn.Linear) -> LossOutput:
+    return LossOutput(model(torch.ones(1, 1)).sum(), {})

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from rlhf.algos.masking import (
     check_devices,
+    check_floating,
     check_mask,
     last_index,
     masked_mean,
@@ -62,6 +63,7 @@ def token_rewards(
     Raises: ValueError if shapes or devices differ or kl_coef is negative.
     """
     check_mask(response_mask, kl)
+    check_floating(kl)
     _check_scores(scores, response_mask)
     if not kl_coef >= 0:
         raise ValueError(f"kl_coef must be >= 0, got {kl_coef}")
@@ -110,6 +112,7 @@ def gae(
     """
     _check_discount("gamma", gamma)
     _check_discount("gae_lambda", gae_lambda)
+    check_floating(rewards, values)
     rewards, values = select(rewards, response_mask), select(values, response_mask)
     next_value, next_advantage = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])
     if final_values is not None:
@@ -155,6 +158,7 @@ def _groups(scores: Tensor, group_size: int) -> Tensor:
         raise ValueError(f"a group baseline needs at least 2 samples per prompt, got {group_size}")
     if scores.ndim != 1 or not len(scores) or len(scores) % group_size:
         raise ValueError(f"scores {tuple(scores.shape)} do not split into groups of {group_size}")
+    check_floating(scores)
     return scores.detach().reshape(-1, group_size)
 
 
@@ -269,7 +273,8 @@ def max_rl(scores: Tensor, group_size: int) -> Tensor:
 def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
     """Scales the selected elements to variance 1 (ddof 1) and, unless told otherwise, mean 0.
 
-    Fewer than two selected elements have no variance and keep their values.
+    Fewer than two selected elements have no variance and keep their values; elements that are all
+    equal become 0, or keep their values too if the mean stays.
 
     Args:
         x: (B, T).
@@ -283,6 +288,9 @@ def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
     x, count = select(x, mask), int(mask.sum())
     if count < 2:
         return x
+    chosen = x[mask]
+    if bool((chosen == chosen[0]).all()):  # the mean of equal floats need not be that float
+        return torch.zeros_like(x) if shift_mean else x
     mean = x.sum() / count
     variance = masked_sum((x - mean).square(), mask) / (count - 1)
     scaled = (x - mean) * torch.rsqrt(variance + 1e-8)
@@ -454,7 +462,7 @@ def reinforce_plus_plus_advantages(
 def _totals(rewards: Tensor, scores: Tensor, response_mask: Tensor) -> Tensor:
     """(B,) sums of rewards: they may carry a KL term, which scores do not; 0 without a token."""
     _check_scores(scores, response_mask)
-    return masked_sum(rewards.detach(), response_mask, dim=1)
+    return masked_sum(rewards, response_mask, dim=1)
 
 
 def _group_advantages(
@@ -462,7 +470,7 @@ def _group_advantages(
 ) -> Advantages:
     """The same advantage for every token of a response, and the share of groups without spread."""
     advantages = select(per_sequence[:, None].expand_as(response_mask), response_mask)
-    scored = select(scores.detach(), response_mask.any(dim=1))
+    scored = select(scores, response_mask.any(dim=1))
     without_spread = 1 - has_spread(scored, group_size).to(advantages.dtype).mean()
     return Advantages(advantages, None, {"zero_spread_groups": without_spread})
 

@@ -174,7 +174,7 @@ def airl_f(
 
     Raises: ValueError if shapes or devices differ, dones is not boolean or gamma is out of bounds.
     """
-    check_mask(dones, rewards, values, next_values)
+    check_mask(dones, rewards, values)
     if not 0 <= gamma <= 1:
         raise ValueError(f"gamma must lie in [0, 1], got {gamma}")
     return rewards + gamma * select(next_values, ~dones) - values

@@ -110,7 +110,8 @@ def full_kl(logits: Tensor, ref_logits: Tensor, temperature: float = 1.0) -> Ten
     probs = logps.exp()
     possible = probs > 0
     log_ratio = torch.where(possible, logps, 0) - torch.where(possible, ref_logps, 0)
-    return (probs * log_ratio).sum(dim=-1).clamp(min=0)
+    kl = (probs * log_ratio).sum(dim=-1)
+    return torch.where(kl < 0, kl - kl.detach(), kl)  # rounding: 0, but with its gradient
 
 
 def kl_loss(
@@ -146,7 +147,7 @@ def kl_loss(
     ref_logprobs = select(ref_logprobs.detach(), response_mask)
     per_token = KL_ESTIMATORS[estimator](logprobs, ref_logprobs)
     loss = reduce(per_token, response_mask, reduction, denominator=denominator)
-    value = k3(logprobs.detach(), ref_logprobs)
+    value = k3(logprobs.detach(), ref_logprobs)  # no graph for a metric
     return LossOutput(loss, {"kl_ref_nats": token_metric(value, response_mask)})
 
 

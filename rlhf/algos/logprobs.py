@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from rlhf.algos.masking import check_devices, check_mask, masked_sum, place
+from rlhf.algos.masking import check_devices, check_mask, place
 
 PIECE = 2**22  # entries of a table of V columns that are worked on at a time
 
@@ -317,5 +317,6 @@ def sequence_logprobs(
     check_mask(action_mask, input_ids)
     if bool(action_mask[:, 0].any()):
         raise ValueError("action_mask marks column 0, which no logits predict")
-    logps = token_logprobs(logits[:, :-1], input_ids[:, 1:], temperature=temperature)
-    return masked_sum(logps, action_mask[:, 1:], dim=1)
+    return selected_logprobs(
+        logits[:, :-1], input_ids[:, 1:], action_mask[:, 1:], temperature=temperature
+    ).sum(dim=1)

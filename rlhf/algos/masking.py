@@ -30,6 +30,13 @@ def check_mask(mask: Tensor, *tensors: Tensor) -> None:
     check_devices(mask, *tensors)
 
 
+def check_floating(*tensors: Tensor) -> None:
+    """Raises ValueError unless all are floating point: integers would cut results off."""
+    for x in tensors:
+        if not x.is_floating_point():
+            raise ValueError(f"need floating point numbers, got {x.dtype}; convert them first")
+
+
 def select(x: Tensor, mask: Tensor) -> Tensor:
     """The tensor where `mask` is True and 0 elsewhere, where its gradient is exactly 0 too.
 
@@ -65,8 +72,7 @@ def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
     Raises: ValueError if shapes differ or `mask` is not boolean.
     """
-    chosen = select(x, mask)
-    return chosen.sum() if dim is None else chosen.sum(dim)
+    return select(x, mask).sum(dim)
 
 
 def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
@@ -75,7 +81,7 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     Raises: ValueError if shapes differ, `mask` is not boolean, or a mean would be of nothing.
     """
     check_mask(mask, x)
-    count = mask.sum() if dim is None else mask.sum(dim)
+    count = mask.sum(dim)
     if bool((count == 0).any()):
         raise ValueError("the mask selects nothing, so there is no mean")
     return masked_sum(x, mask, dim) / count
@@ -138,7 +144,7 @@ def turn_masks(
     action_mask = torch.zeros_like(response_mask)
     for row, segments in enumerate(turns):
         counts = [num_tokens for num_tokens, _ in segments]
-        if min(counts, default=0) < 0 or sum(counts) > size:
+        if any(count < 0 for count in counts) or sum(counts) > size:
             raise ValueError(
                 f"segments must be >= 0 tokens and at most {size} together, row {row} has {counts}"
             )

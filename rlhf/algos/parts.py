@@ -17,12 +17,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 SHARED = frozenset({"reduction", "denominator"})  # keyword-only, set by the trainer
 
 
-def resolve(registry: Mapping[str, F], name: str) -> F:
+def resolve(registry: Mapping[str, F], name: str, place: str) -> F:
     """The part of that name: an entry of the registry, or the function at an import path.
 
     Args:
         registry: built-in parts by name.
         name: a key of `registry`, or `package.module.function`.
+        place: key under which the file names it, for the error.
 
     Raises: ValueError if the name is no key, cannot be imported or is no function.
     """
@@ -31,15 +32,15 @@ def resolve(registry: Mapping[str, F], name: str) -> F:
     module, _, attribute = name.rpartition(".")
     if not module:
         raise ValueError(
-            f"unknown part {name!r}; use one of {', '.join(registry)}, or an import path like "
+            f"{place}: unknown part {name!r}; use one of {', '.join(registry)}, or an import path like "
             "my_package.my_module.my_function"
         )
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{name!r} cannot be imported: {error}") from error
-    if not callable(found):
-        raise ValueError(f"{name!r} is a {type(found).__name__}, not a function")
+    except (Exception, SystemExit) as error:  # whatever a module of yours does on import
+        raise ValueError(f"{place}: {name!r} cannot be imported: {error}") from error
+    if inspect.isclass(found) or not callable(found):
+        raise ValueError(f"{place}: {name!r} is a {type(found).__name__}, not a function")
     return found
 
 
@@ -79,7 +80,10 @@ def check(
 
     Raises: ValueError that lists every problem.
     """
-    signature = inspect.signature(part).parameters.values()
+    try:
+        signature = inspect.signature(part).parameters.values()
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}: its signature cannot be read; wrap it in a function") from None
     problems = [
         f"*{parameter.name} hides what it reads; name its parameters"
         for parameter in signature

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlhf.algos.masking import check_mask, reduce, select, token_metric
+from rlhf.algos.masking import check_floating, check_mask, reduce, select, token_metric
 from rlhf.algos.types import LossOutput
 
 FAR_NATS = 80.0  # a log-ratio past every bound, whose exponential is still finite in float32
@@ -31,7 +31,8 @@ def _log_ratio(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, response_mask: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Log ratio, gradient flowing to `logprobs`, and advantages; both 0 outside the mask."""
-    check_mask(response_mask, logprobs, old_logprobs, advantages)
+    check_mask(response_mask, logprobs, old_logprobs)
+    check_floating(logprobs, old_logprobs, advantages)
     log_ratio = select(logprobs - old_logprobs.detach(), response_mask)
     return log_ratio, select(advantages.detach(), response_mask)
 

@@ -160,7 +160,7 @@ def _next(x: Tensor) -> Tensor:
 def _best_actions(values: Tensor) -> Tensor:
     if values.ndim != 3:
         raise ValueError(f"need values as (B, T, A), got {tuple(values.shape)}")
-    return values.detach().argmax(dim=2)
+    return values.argmax(dim=2)
 
 
 def _at(values: Tensor, actions: Tensor) -> Tensor:
@@ -183,8 +183,7 @@ def _td_loss(
 ) -> LossOutput:
     if q_values.shape != target_q_values.shape:
         raise ValueError(f"shapes differ: {tuple(q_values.shape)}, {tuple(target_q_values.shape)}")
-    check_mask(mask, actions, rewards, greedy)
-    check_devices(mask, q_values, target_q_values)
+    check_devices(q_values, target_q_values)  # all else must fit the mask that selects it
     if not 0 <= gamma <= 1:
         raise ValueError(f"gamma must lie in [0, 1], got {gamma}")
     counted = td_mask(dones, mask, burn_in=burn_in)
@@ -200,6 +199,4 @@ def _td_loss(
         "target_mean": token_metric(targets, counted),
         "td_error_abs": token_metric(errors.abs(), counted),
     }
-    return LossOutput(
-        reduce(errors.square(), counted, "token_mean", denominator=denominator), metrics
-    )
+    return LossOutput(reduce(errors.square(), counted, denominator=denominator), metrics)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
-from rlhf.algos.masking import check_devices, check_mask, reduce, select, token_metric
+from rlhf.algos.masking import check_devices, reduce, select, token_metric
 from rlhf.algos.types import LossOutput
 
 
@@ -72,7 +72,7 @@ def pairwise_accuracy(chosen_scores: Tensor, rejected_scores: Tensor) -> tuple[T
     right = (chosen_scores > rejected_scores).sum()
     tied = (chosen_scores == rejected_scores).sum()
     decided = len(chosen_scores) - tied
-    accuracy = torch.where(decided > 0, right / decided.clamp(min=1), 0.5)
+    accuracy = torch.where(decided > 0, right / decided, 0.5)
     return accuracy, tied / len(chosen_scores)
 
 
@@ -322,10 +322,9 @@ def plackett_luce_loss(
     Raises: ValueError if shapes or devices differ, a ranking has fewer than two answers or there is
         none.
     """
-    check_mask(ranked_mask, scores)
+    scores = select(scores, ranked_mask)
     if not len(scores) or int(ranked_mask.sum(dim=1).min()) < 2:
         raise ValueError("need at least one ranking, and two answers in each")
-    scores = select(scores, ranked_mask)
     size = scores.shape[1]
     later = torch.ones(size, size, dtype=torch.bool, device=scores.device).triu()
     itself = torch.eye(size, dtype=torch.bool, device=scores.device)
@@ -368,7 +367,6 @@ def process_loss(
     Raises: ValueError if shapes or devices differ, a label leaves [0, 1] or, without a
         denominator, no step is marked.
     """
-    check_mask(step_mask, logits, labels)
     logits = select(logits, step_mask)
     labels = select(labels.detach(), step_mask).to(logits.dtype)
     if not bool(((labels >= 0) & (labels <= 1)).all()):
@@ -379,7 +377,7 @@ def process_loss(
         "label_mean": token_metric(labels, step_mask),
         "probability_mean": token_metric(logits.sigmoid(), step_mask),
     }
-    return LossOutput(reduce(per_step, step_mask, "token_mean", denominator=denominator), metrics)
+    return LossOutput(reduce(per_step, step_mask, denominator=denominator), metrics)
 
 
 def _check_committee(scores: Tensor) -> None:

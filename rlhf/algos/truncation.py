@@ -100,7 +100,7 @@ class Truncation(NamedTuple):
 
 
 def _truncation(scores: Tensor, changed: Tensor, ended: Tensor, keep: Tensor | None) -> Truncation:
-    check_mask(ended, scores, changed)
+    check_mask(ended, scores)
     if not len(ended):
         raise ValueError("there are no sequences")
     metrics = {

@@ -35,9 +35,10 @@ def reward_model_part(settings: config.RewardModel) -> Callable[..., LossOutput]
     from rlhf.algos import parts
     from rlhf.algos.reward_model_losses import REWARD_MODEL_LOSSES
 
-    loss = parts.resolve(REWARD_MODEL_LOSSES, settings.loss.kind)
+    place = "reward_model.loss"
+    loss = parts.resolve(REWARD_MODEL_LOSSES, settings.loss.kind, place)
     available = frozenset({"chosen_scores", "rejected_scores", "tied", "log_tie"})
-    name = f"reward_model.loss={settings.loss.kind}"
+    name = f"{place}={settings.loss.kind}"
     parts.check(loss, name, available, settings.loss.arguments(), {"denominator"})
     return loss
 

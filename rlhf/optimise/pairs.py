@@ -248,7 +248,7 @@ def pair_parts(
         available |= {"margins"}
     found = []
     for term in settings.losses:
-        part = parts.resolve(PREFERENCE_LOSSES, term.kind)
+        part = parts.resolve(PREFERENCE_LOSSES, term.kind, "losses")
         parts.check(part, f"losses: {term.kind}", available, term.arguments(), {"denominator"})
         found.append((term, part))
     return found

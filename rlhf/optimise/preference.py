@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -266,6 +267,23 @@ class OnlinePreferenceTrainer:
             policy, part, self.model, self.settings.temperature,
             chunk_tokens=self.model.logits_chunk_tokens,
         )  # fmt: skip
+
+
+def chosen_falls(history: Sequence[Mapping[str, float]], window: int = 20) -> float | None:
+    """How far the chosen answers' log-prob fell, nats, while the margin grew; None if it did not.
+
+    A loss of the difference alone may lower both, and probability goes to answers that nobody
+    compared (Pal et al. 2024, arXiv:2402.13228). Told from the means over the last `window` updates:
+    the chosen lost by more than two standard errors, and the margin is above that of the first update.
+    """
+    if len(history) < 2 or "policy/margin" not in history[0]:
+        return None
+    last = history[-window:] if len(history) > window else history[1:]
+    changes = [metrics["policy/chosen_logp_change_nats"] for metrics in last]
+    mean = statistics.fmean(changes)
+    error = statistics.stdev(changes) / len(changes) ** 0.5 if len(changes) > 1 else 0.0
+    margin = statistics.fmean(metrics["policy/margin"] for metrics in last)
+    return -mean if mean < -2 * error and margin > history[0]["policy/margin"] else None
 
 
 def update(

@@ -131,7 +131,9 @@ class RlTrainer:
         """
         s = self.settings
         for _ in range(s.value.warmup_steps if s.value else 0):
+            coef = self.kl_coef
             self._update(self.collect(), policy=False)
+            self.kl_coef = coef  # a policy that stands still says nothing about it
         for step in range(1, s.steps + 1):
             experience = self.collect()
             if not self._within_budget(experience.metrics, step - 1):
@@ -429,7 +431,9 @@ class RlTrainer:
                 ref = e.ref_logprobs[rows, :width]
                 penalty = kl_loss(logprobs, ref, kl_mask, estimator=s.kl.estimator, **shared)
             loss = loss + e.kl_coef * penalty.loss
-            metrics |= penalty.metrics
+            # Over all response tokens, as micro-batches are joined; skipped ones count 0.
+            share = kl_mask.sum() / part.response_mask.sum().clamp(min=1)
+            metrics |= {key: value * share for key, value in penalty.metrics.items()}
         return LossOutput(loss, metrics)
 
     def _forward(self, part: Sequences) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -491,12 +495,12 @@ class RlTrainer:
 
 def rl_parts(settings: config.RlCandidate, *, has_critic: bool) -> tuple[Any, Any]:
     """The functions of advantage and loss. Raises ValueError if a part of yours does not fit."""
-    estimator = parts.resolve(ADVANTAGES, settings.advantage.kind)
+    estimator = parts.resolve(ADVANTAGES, settings.advantage.kind, "advantage")
     available = ADVANTAGE_INPUTS if has_critic else ADVANTAGE_INPUTS - {"values", "final_values"}
     parts.check(
         estimator, f"advantage={settings.advantage.kind}", available, settings.advantage.arguments()
     )
-    loss = parts.resolve(POLICY_LOSSES, settings.loss.kind)
+    loss = parts.resolve(POLICY_LOSSES, settings.loss.kind, "loss")
     parts.check(
         loss,
         f"loss={settings.loss.kind}",

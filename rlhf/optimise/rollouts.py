@@ -100,12 +100,15 @@ class Rollouts:
         first = self._draw()
         if not s.resample_batches:
             return first
-        kept = self._with_spread(first)
-        batches = 1
-        while len(kept) < s.prompts_per_step and batches <= s.resample_batches:
-            kept += self._with_spread(self._draw())
-            batches += 1
-        metrics = {"rollout_batches": float(batches), "groups": float(len(kept))}
+        kept, drawn = self._with_spread(first), [first]
+        while len(kept) < s.prompts_per_step and len(drawn) <= s.resample_batches:
+            drawn.append(self._draw())
+            kept += self._with_spread(drawn[-1])
+        metrics = {
+            "rollout_batches": float(len(drawn)),
+            "groups": float(len(kept)),
+            "proxy_drawn": float(torch.cat([batch.scores for batch in drawn]).mean()),
+        }
         if not kept:
             return Rollout(first.prompts, first.completions, first.scores, metrics)
         kept = kept[: s.prompts_per_step]

@@ -134,6 +134,11 @@ def test_token_rewards_with_kl_by_hand() -> None:
     assert actual[0].tolist() == pytest.approx([-0.2, 6.7, 0], abs=1e-12)
 
 
+def test_token_rewards_have_the_type_of_the_kl() -> None:
+    rewards = token_rewards(row(7)[0], row(2, 3).float(), mask_row(1, 1), kl_coef=0.1)
+    assert rewards.dtype == torch.float32
+
+
 def test_groups_by_hand() -> None:  # C37
     scores = torch.tensor([1, 1, 1, 0, 0, 0, 0, 0], dtype=torch.float64)
     # Mean 3/8. Variance (3 * (5/8)^2 + 5 * (3/8)^2) / 7 = 15/56.
@@ -174,6 +179,13 @@ def test_a_group_needs_two_samples(baseline) -> None:  # type: ignore[no-untyped
         baseline(torch.tensor([1.0, 2.0, 3.0]), 2)
     with pytest.raises(ValueError, match="groups of 2"):
         baseline(torch.tensor([]), 2)
+
+
+@pytest.mark.parametrize("baseline", [group_mean, group_std, rloo, max_rl])
+def test_group_baselines_are_constants(baseline) -> None:  # type: ignore[no-untyped-def]
+    advantages = baseline(torch.tensor([0.0, 1.0, 1.0, 1.0], requires_grad=True), 2)
+    assert advantages.any()
+    assert not advantages.requires_grad
 
 
 def test_spread_is_of_the_group() -> None:
@@ -284,6 +296,24 @@ def test_whiten_of_equal_values_is_finite() -> None:
     assert whiten(row(3, 3), mask_row(1, 1)).tolist() == [[0, 0]]
 
 
+def test_whiten_of_equal_values_keeps_a_mean_that_stays() -> None:
+    kept = whiten(row(3, NAN, 3), mask_row(1, 0, 1), shift_mean=False)
+    assert kept.tolist() == [[3, 0, 3]]
+
+
+def test_whiten_has_a_floor() -> None:
+    # Variance 2 * (a / 2)^2 = 1e-8 and 1e-8 more: half of what stands is a / 2 / sqrt(2e-8) = .5.
+    a = math.sqrt(2) * 1e-4
+    assert whiten(row(0, a), mask_row(1, 1))[0].tolist() == pytest.approx([-0.5, 0.5], abs=1e-9)
+
+
+def test_gae_refuses_integers() -> None:
+    x, mask = row(1, 2), mask_row(1, 1)
+    for rewards, values in ((x.long(), x), (x, x.long())):
+        with pytest.raises(ValueError, match="need floating point numbers"):
+            gae(rewards, values, mask, gamma=1.0, gae_lambda=1.0)
+
+
 def test_bootstrapped_gae_by_hand() -> None:
     # Cut by length: V of the state after the last token is 6. gamma .5, lambda .5, V = [1, 2].
     # delta_1 = 0 + .5 * 6 - 2 = 1;   A_1 = 1
@@ -302,6 +332,15 @@ def test_bootstrapped_gae_by_hand() -> None:
     assert output.advantages.tolist() == [[1.25, 0, 1, 0], [2, 0, 0, 0]]
     assert output.returns is not None
     assert output.returns.tolist() == [[2.25, 0, 3, 0], [3, 0, 0, 0]]
+
+
+def test_the_last_value_counts_in_the_type_of_the_values() -> None:
+    # delta = 0 + .9 * 1 - 0. In the type of the bfloat16 critic .9 would be .8984.
+    output = call(
+        "gae_bootstrap", row(0), torch.zeros(1), mask_row(1), values=row(0), gamma=0.9,
+        final_values=torch.ones(1, dtype=torch.bfloat16),
+    )  # fmt: skip
+    assert output.advantages.tolist() == [[0.9]]
 
 
 def test_gae_entry_by_hand() -> None:
@@ -359,6 +398,14 @@ def test_running_baseline_by_hand() -> None:
     # decay 0 knows the last batch alone.
     last = step(0, 0, step(10, 20, one.state, decay=0.0).state, decay=0.0)  # type: ignore[arg-type]
     assert last.metrics["baseline"].item() == 15
+
+
+def test_running_baseline_is_kept_in_the_type_of_the_rewards() -> None:
+    state = torch.tensor([0.3, 0.1])
+    output = call("ema_baseline", row(1), torch.zeros(1), mask_row(1), state=state)
+    assert output.metrics["baseline"].dtype == torch.float64
+    assert output.state is not None
+    assert output.state.dtype == torch.float64
 
 
 def test_running_baseline_is_a_mean_over_tokens_and_survives_an_empty_batch() -> None:

@@ -163,6 +163,10 @@ def test_a_pool_with_the_demonstrations_in_it_has_the_same_partition_function() 
     assert output.metrics["log_partition_nats"].item() == pytest.approx(expected, abs=1e-6)
 
 
+def test_the_mixture_of_a_single_sample_is_its_policy() -> None:
+    assert mixture_logprobs(vector(-1, -2)[:, None], torch.tensor([1, 0])).tolist() == [-1]
+
+
 # --- adversarial ---
 
 
@@ -308,6 +312,7 @@ ends = torch.tensor([False, True])
         (lambda: mixture_logprobs(x[None], x), "do not fit"),
         (lambda: mixture_logprobs(x[:, None], meta), "devices differ"),
         (lambda: mixture_logprobs(x[:, None], vector(1, -1)), "counts must be >= 0"),
+        (lambda: mixture_logprobs(x[:, None], vector(3, -1)), "counts must be >= 0"),
         (lambda: mixture_logprobs(x[:, None], vector(0, 0)), "not all 0"),
         (lambda: mixture_logprobs(x[:, None], vector(NAN, 1)), "counts must be"),
         (lambda: gail_discriminator_loss(x[:0], x), "at least one expert logit"),

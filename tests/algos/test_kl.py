@@ -1,5 +1,6 @@
 """KL estimators: their value and their gradient, against sums over the whole vocabulary."""
 
+import itertools
 import math
 
 import pytest
@@ -293,6 +294,7 @@ def test_kl_coefficient_finds_its_target() -> None:
 def test_kl_coefficient_bounds() -> None:
     assert coefficient(7.2, horizon=100) == pytest.approx(0.12)
     assert coefficient(7.2, num_samples=1) == pytest.approx(0.1 * 1.0002)
+    assert coefficient(0.5, target_nats=0.5) == pytest.approx(0.1)
     for fault, changed in (
         ("coef and target_nats must be positive, got 0.0", {"coef": 0.0}),
         ("coef and target_nats must be positive", {"coef": -0.1}),
@@ -322,3 +324,35 @@ def test_the_reference_learns_nothing() -> None:
         kl_loss(logprobs, ref, ALL_IDS, estimator=estimator).loss.backward()
         assert ref.grad is None
     assert logprobs.grad is not None
+
+
+def test_kl_loss_takes_a_reduction() -> None:
+    # k1 of 1, then of 2 and 3: means per sequence 1 and 2.5, their mean 1.75; the metric, k3 =
+    # exp(-r) - 1 + r, stays a mean over tokens.
+    logprobs = torch.tensor([[1.0, 0.0], [2.0, 3.0]], dtype=torch.float64)
+    mask = torch.tensor([[True, False], [True, True]])
+    output = kl_loss(
+        logprobs, torch.zeros_like(logprobs), mask, estimator="k1", reduction="sequence_mean"
+    )
+    assert output.loss.item() == 1.75
+    k3_mean = (math.exp(-1) + math.exp(-2) + math.exp(-3) + 3) / 3
+    assert output.metrics["kl_ref_nats"].item() == pytest.approx(k3_mean, abs=1e-12)
+
+
+def test_no_sample_is_negative_where_expm1_is_rounded_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last bit may be wrong, as on a GPU; then exp(-r) - 1 + r alone falls below 0."""
+    expm1 = torch.expm1
+    down = torch.tensor(-math.inf)
+    monkeypatch.setattr(torch, "expm1", lambda x: torch.nextafter(expm1(x), down))
+    near = torch.tensor([[1e-8, -1e-8, 3e-8]])
+    for estimator in ("k3", "k3_straight_through"):
+        assert (KL_ESTIMATORS[estimator](near, torch.zeros(1, 3)) >= 0).all()
+
+
+def test_full_kl_loss_refuses_devices_whichever_is_elsewhere() -> None:
+    logits, mask = torch.zeros(1, 2, 3), torch.ones(1, 2, dtype=torch.bool)
+    places = itertools.product(("cpu", "meta"), repeat=3)
+    for one, two, three in places:
+        if not one == two == three:
+            with pytest.raises(ValueError, match="devices differ"):
+                full_kl_loss(logits.to(one), logits.to(two), mask.to(three))

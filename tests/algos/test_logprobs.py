@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from rlhf.algos import logprobs
 from rlhf.algos.logprobs import (
     chunked_logprobs,
     response_outputs,
@@ -81,10 +82,39 @@ def test_refusals() -> None:
         token_logprobs(logits, ids, temperature=0.0)
     with pytest.raises(ValueError, match="temperature must be positive"):
         token_entropy(logits, temperature=-1.0)
-    with pytest.raises(ValueError, match="leaves no prompt"):
-        response_outputs(logits, 2)
-    with pytest.raises(ValueError, match="column 0"):
-        sequence_logprobs(logits, ids, torch.tensor([[True, True]]))
+    for num_response_tokens in (0, 2):
+        with pytest.raises(ValueError, match="leaves no prompt"):
+            response_outputs(logits, num_response_tokens)
+    for flags in ([[True, True]], [[True, False]], [[False, True], [True, False]]):
+        mask = torch.tensor(flags)
+        with pytest.raises(ValueError, match="column 0"):
+            sequence_logprobs(logits.expand(len(mask), 2, 3), ids.expand(len(mask), 2), mask)
+    with pytest.raises(ValueError, match="shapes differ"):
+        sequence_logprobs(logits, ids, torch.tensor([[False]]))
+    with pytest.raises(ValueError, match="must be bool"):
+        sequence_logprobs(logits, ids, torch.tensor([[0.0, 1.0]]))
+    with pytest.raises(ValueError, match=r"must be \(B, T, V\)"):
+        token_entropy(logits[0])
+    with pytest.raises(ValueError, match="do not fit"):
+        token_logprobs(logits[0], ids[0])
+    for temperature in (0.0, math.nan):
+        with pytest.raises(ValueError, match="temperature must be positive"):
+            token_entropy(logits, temperature=temperature)
+
+
+def test_sequence_logprobs_by_hand() -> None:
+    # Odds 1 : 3 at every place: log 3/4, log 1/4, and at temperature 1/2, odds 1 : 9, log 9/10.
+    logits = torch.tensor([0.0, math.log(3)], dtype=torch.float64).expand(2, 3, 2)
+    ids = torch.tensor([[0, 1, 0], [1, 1, 1]])
+    mask = torch.tensor([[False, True, True], [False, False, True]])
+    expected = [math.log(3 / 4) + math.log(1 / 4), math.log(3 / 4)]
+    assert sequence_logprobs(logits, ids, mask).tolist() == pytest.approx(expected, abs=1e-12)
+    hot = sequence_logprobs(logits, ids, mask, temperature=0.5)
+    assert hot.tolist() == pytest.approx([math.log(9 / 100), math.log(9 / 10)], abs=1e-12)
+
+
+def test_a_response_may_be_a_single_token() -> None:
+    assert response_outputs(torch.arange(2.0)[None], 1).tolist() == [[0]]
 
 
 def test_a_response_has_one_logprob_per_token() -> None:  # C2
@@ -196,9 +226,178 @@ def test_tensors_on_different_devices_are_refused() -> None:
         lambda: chunked_logprobs(hidden, weight.to("meta"), ids, mask),
         lambda: chunked_logprobs(hidden, weight, ids.to("meta"), mask),
         lambda: chunked_logprobs(hidden, weight, ids, mask, bias=bias.to("meta")),
+        lambda: selected_logprobs(logits, ids.to("meta"), mask.to("meta")),
+        lambda: chunked_logprobs(hidden, weight, ids.to("meta"), mask.to("meta")),
+        lambda: chunked_logprobs(hidden, weight.to("meta"), ids.to("meta"), mask.to("meta")),
+        lambda: sequence_logprobs(logits, ids, mask.to("meta")),
+        lambda: sequence_logprobs(logits.to("meta"), ids, mask & False),
     ):
         with pytest.raises(ValueError, match="devices differ"):
             refused()
+
+
+# --- pieces of a table, and the gradient made by hand ---
+
+
+def test_pieces_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs, "PIECE", 12)
+
+    def pieces(*shape: int) -> list[tuple[range, range]]:
+        """The rows and columns of each."""
+        num_sequences, num_tokens, _ = shape
+        return [
+            (range(num_sequences)[b], range(num_tokens)[t])
+            for b, t in logprobs._pieces(torch.zeros(shape))
+        ]
+
+    r = range
+    # Of 3 columns 4 places fit: two sequences of two tokens, or four tokens of one.
+    assert pieces(3, 2, 3) == [(r(2), r(2)), (r(2, 3), r(2))]
+    assert pieces(2, 5, 3) == [
+        (r(1), r(4)), (r(1), r(4, 5)), (r(1, 2), r(4)), (r(1, 2), r(4, 5))
+    ]  # fmt: skip
+    # Of 5 columns two, of 13 (more than a piece) one, of one column all 12.
+    assert pieces(1, 3, 5) == [(r(1), r(2)), (r(1), r(2, 3))]
+    assert pieces(2, 2, 13) == [(r(b, b + 1), r(t, t + 1)) for b in r(2) for t in r(2)]
+    assert pieces(3, 6, 1) == [(r(2), r(6)), (r(2, 3), r(6))]
+    assert pieces(5, 1, 3) == [(r(4), r(1)), (r(4, 5), r(1))]
+    # Of nothing, none, or one without a place.
+    assert pieces(0, 4, 3) == pieces(4, 0, 0) == []
+    assert pieces(0, 0, 3) == []
+
+
+def test_pieces_have_four_million_entries() -> None:
+    assert logprobs.PIECE == 2**22
+
+
+def test_places_without_a_gradient_are_left_out_without_a_copy_where_there_are_none() -> None:
+    assert logprobs._with_gradient(torch.tensor([[1.0, -1.0]])) == slice(None)
+    here = logprobs._with_gradient(torch.tensor([[1.0, 0.0]]))
+    assert isinstance(here, Tensor)
+    assert here.tolist() == [[True, False]]
+
+
+def test_wide_logits_at_temperature_one_are_not_copied() -> None:
+    for dtype in (torch.float32, torch.float64):
+        logits = torch.zeros(1, 2, 3, dtype=dtype)
+        assert logprobs._scaled(logits, 1.0) is logits
+
+
+def by_autograd(logits: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropy by the formulas, with autograd's own gradient, in float64."""
+    logps = (logits.double() / temperature).log_softmax(-1)
+    return logps.gather(-1, ids[..., None])[..., 0], -(logps.exp() * logps).sum(-1)
+
+
+@pytest.mark.parametrize("piece", [1, 7, 12, 21, 45, 10**6])
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_pieces_and_their_gradients_are_the_formulas(
+    piece: int, temperature: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprobs, "PIECE", piece)
+    generator = torch.Generator().manual_seed(piece)
+    logits = (2 * torch.randn(3, 5, VOCABULARY, generator=generator)).to(dtype).requires_grad_()
+    ids = torch.randint(VOCABULARY, (3, 5), generator=generator)
+    slopes = torch.randn(2, 3, 5, generator=generator, dtype=torch.float64)
+    slopes[:, 1, 2:] = 0  # a few places, and one whole sequence, have no gradient
+    slopes[:, 2] = 0
+    actual = (
+        token_logprobs(logits, ids, temperature=temperature),
+        token_entropy(logits, temperature=temperature),
+    )
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    rounding = torch.finfo(dtype).eps
+    for one, true, slope in zip(actual, by_autograd(logits, ids, temperature), slopes, strict=True):
+        assert one.dtype == torch.promote_types(dtype, torch.float32)
+        torch.testing.assert_close(one.double(), true, rtol=0, atol=tolerance)
+        (gradient,) = torch.autograd.grad((slope * one).sum(), logits)
+        (expected,) = torch.autograd.grad((slope * true).sum(), logits, retain_graph=True)
+        assert gradient.dtype == dtype
+        torch.testing.assert_close(
+            gradient.double(), expected.double(), rtol=rounding, atol=4 * tolerance
+        )
+        assert not gradient[2].any()
+
+
+@pytest.mark.parametrize("piece", [1, 14, 10**6])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_derivatives_by_differences(
+    piece: int, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprobs, "PIECE", piece)
+    logits = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    ids = torch.tensor([[0, 1, 2], [3, 3, 0]])
+    logits.requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda x: token_logprobs(x, ids, temperature=temperature), logits
+    )
+    assert torch.autograd.gradcheck(lambda x: token_entropy(x, temperature=temperature), logits)
+
+
+@pytest.mark.parametrize("piece", [1, 6, 10**6])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_where_no_gradient_comes_in_none_goes_out_whatever_stands_there(
+    piece: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:  # C18
+    monkeypatch.setattr(logprobs, "PIECE", piece)
+    mask = torch.tensor([[True, False, True], [False, False, True], [False, False, False]])
+    clean = torch.randn(3, 3, 2, generator=torch.Generator().manual_seed(0)).to(dtype)
+    ids = torch.tensor([[0, 1, 1], [0, 0, 1], [1, 1, 1]])
+    for junk in (math.nan, math.inf, -math.inf):
+        spoilt = torch.where(mask[..., None], clean, junk).requires_grad_()
+        whole = clean.clone().requires_grad_()
+        for function in (lambda x: token_logprobs(x, ids), token_entropy):
+            (actual,) = torch.autograd.grad(select(function(spoilt), mask).sum(), spoilt)
+            (expected,) = torch.autograd.grad(select(function(whole), mask).sum(), whole)
+            assert torch.equal(actual, expected)
+            assert not actual[~mask].any()
+            assert actual[mask].any()
+
+
+def test_impossible_tokens_have_no_gradient() -> None:
+    # p = (1/2, 1/2, 0), entropy log 2: its slope -p (log p + H) is 0 everywhere; one-hot - p.
+    logits = torch.tensor([[[0.0, 0.0, -math.inf]]], dtype=torch.float64, requires_grad=True)
+    entropy = token_entropy(logits)
+    assert entropy.item() == pytest.approx(math.log(2), abs=1e-12)
+    (slope,) = torch.autograd.grad(entropy.sum(), logits)
+    assert slope[0, 0].tolist() == pytest.approx([0, 0, 0], abs=1e-12)
+    logps = token_logprobs(logits, torch.tensor([[1]]))
+    (slope,) = torch.autograd.grad(logps.sum(), logits)
+    assert slope.tolist() == [[[-0.5, 0.5, 0]]]
+
+
+def test_a_second_derivative_is_refused() -> None:
+    """A wrong one would be worse than none. Of a sum, whose slope is 1, the first is a constant."""
+    logits = torch.randn(1, 2, 3, dtype=torch.float64, requires_grad=True)
+    for function in (lambda x: token_logprobs(x, torch.tensor([[0, 1]])), token_entropy):
+        (slope,) = torch.autograd.grad(function(logits).square().sum(), logits, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            slope.square().sum().backward()
+        (slope,) = torch.autograd.grad(function(logits).sum(), logits, create_graph=True)
+        assert not slope.requires_grad
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4)])
+def test_tables_of_no_place(shape: tuple[int, ...]) -> None:
+    logits = torch.zeros(shape, requires_grad=True)
+    ids = torch.zeros(shape[:2], dtype=torch.long)
+    for result in (token_logprobs(logits, ids), token_entropy(logits)):
+        assert result.shape == shape[:2]
+        (gradient,) = torch.autograd.grad(result.sum(), logits)
+        assert gradient.shape == shape
+
+
+def test_inputs_are_left_as_they_are() -> None:
+    """Some steps work in place, on memory of their own."""
+    ids = torch.tensor([[0, 1, 2], [3, 3, 0]])
+    for dtype in (torch.float32, torch.float64):
+        logits = torch.randn(2, 3, 4, dtype=dtype).requires_grad_()
+        before, weights = logits.detach().clone(), torch.ones(2, 3, dtype=dtype)
+        for function in (lambda x: token_logprobs(x, ids), token_entropy):
+            function(logits).backward(weights)
+            assert torch.equal(logits.detach(), before)
+            assert torch.equal(weights, torch.ones_like(weights))
 
 
 # --- positions selected first, and chunks of them ---

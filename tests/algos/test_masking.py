@@ -16,6 +16,7 @@ from rlhf.algos.masking import (
     reduce,
     reduction_denominator,
     select,
+    token_metric,
     turn_masks,
 )
 
@@ -84,7 +85,7 @@ def test_refusals() -> None:
         reduce(x, mask.long())
     with pytest.raises(ValueError, match="unknown reduction 'mean'"):
         reduce(x, mask, "mean")
-    with pytest.raises(ValueError, match="constant_length needs"):
+    with pytest.raises(ValueError, match="constant_length needs its denominator"):
         reduce(x, mask, "constant_length")
     with pytest.raises(ValueError, match="length of at least 1"):
         reduction_denominator(mask, "constant_length")
@@ -166,6 +167,7 @@ def test_tensors_on_another_device_than_the_mask_are_refused() -> None:
         lambda: select(elsewhere, mask),
         lambda: masked_mean(here, mask.to("meta")),
         lambda: reduce(elsewhere, mask),
+        lambda: reduce(here, mask.to("meta")),
         lambda: place(elsewhere.flatten(), mask),
     ):
         with pytest.raises(ValueError, match=r"devices differ: .*; move all to one"):
@@ -246,6 +248,13 @@ def test_observations_enter_neither_loss_nor_kl_nor_the_place_of_the_reward() ->
     assert kl.loss.item() == 2.5
 
 
+def test_metric_of_nothing_is_zero() -> None:
+    x, mask = table()
+    assert token_metric(x.requires_grad_(), mask).item() == 4
+    assert not token_metric(x, mask).requires_grad
+    assert token_metric(x, torch.zeros_like(mask)).item() == 0
+
+
 def test_denominators_are_single_precision_numbers() -> None:
     mask = torch.tensor([[True, True], [True, False]])
     for reduction, expected in (("token_mean", 3), ("sequence_mean", 2), ("constant_length", 2)):
@@ -267,5 +276,6 @@ def test_one_element_has_a_mean_and_a_mask_has_to_be_one() -> None:
 
 
 def test_lengths_of_nothing_and_of_the_whole_row() -> None:
+    assert last_index(torch.zeros(2, 0, dtype=torch.bool)).tolist() == [-1, -1]
     assert mask_from_lengths(torch.tensor([0, 2]), 2).tolist() == [[False, False], [True, True]]
     assert mask_from_lengths(torch.zeros(0, dtype=torch.long), 2).shape == (0, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from pathlib import Path
 from typing import Any
@@ -48,9 +49,9 @@ def example(first: Any, second: Any, *, a: float, b: float = 2.0, denominator: f
 
 def test_a_name_of_the_registry_comes_first_then_a_path(own: Any) -> None:
     registry = {"users_parts.plain": example}
-    assert parts.resolve(registry, "users_parts.plain") is example
-    assert parts.resolve(registry, "users_parts.squared") is own.squared
-    assert parts.resolve(ADVANTAGES, "gae") is ADVANTAGES["gae"]
+    assert parts.resolve(registry, "users_parts.plain", "loss") is example
+    assert parts.resolve(registry, "users_parts.squared", "loss") is own.squared
+    assert parts.resolve(ADVANTAGES, "gae", "advantage") is ADVANTAGES["gae"]
 
 
 @pytest.mark.parametrize(
@@ -60,11 +61,12 @@ def test_a_name_of_the_registry_comes_first_then_a_path(own: Any) -> None:
         ("users_parts.nothing", r"'users_parts.nothing' cannot be imported: .*no attribute"),
         ("no_such_module.loss", r"'no_such_module.loss' cannot be imported: No module named"),
         ("users_parts.NUMBER", "'users_parts.NUMBER' is a int, not a function"),
+        ("collections.OrderedDict", "'collections.OrderedDict' is a type, not a function"),
     ],
 )
 def test_what_is_no_part_is_named(own: Any, name: str, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        parts.resolve({"one": example, "two": example}, name)
+    with pytest.raises(ValueError, match=f"^some.key: {words}"):
+        parts.resolve({"one": example, "two": example}, name, "some.key")
 
 
 # --- signatures ---
@@ -140,7 +142,7 @@ def test_all_that_is_missing_is_told_at_once() -> None:
     def bare(third: Any, *, a: float) -> Any:
         return third, a
 
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=r"^x: ") as caught:
         parts.check(bare, "x", {"first"}, {"b": 1}, {"reduction", "denominator"})
     assert str(caught.value) == (
         "x: reads 'third', which is not available here; there are first; "
@@ -189,6 +191,12 @@ def test_an_input_may_have_the_name_of_a_parameter_of_call() -> None:
 def test_an_input_that_is_missing_is_named(available: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="example reads second, which is missing"):
         parts.call(example, available, a=3)
+
+
+def test_a_part_without_a_name_is_shown() -> None:
+    nameless = functools.partial(example, a=1)
+    with pytest.raises(ValueError, match=r"^functools\.partial\(<function example .* reads second"):
+        parts.call(nameless, {"first": 1})
 
 
 @pytest.mark.parametrize(

@@ -150,12 +150,14 @@ def test_ratio_is_one_before_the_first_update(name: str) -> None:  # C49
         (0.0, 4.5, -3.0, 0.0),  # max(9, 2.5^2) / 2: away from R, not clipped
     ],
 )
+@pytest.mark.parametrize("sign", [1, -1])  # the mirror image, where the clip is a lower one
 def test_clipped_value_loss_by_hand(
-    value: float, loss: float, slope: float, clipped: float
+    value: float, loss: float, slope: float, clipped: float, sign: int
 ) -> None:
-    values = row(value).requires_grad_()
-    output = clipped_value_loss(values, row(1), row(3), ONE, clip=0.5)
+    values = row(sign * value).requires_grad_()
+    output = clipped_value_loss(values, row(sign), row(3 * sign), ONE, clip=0.5)
     output.loss.backward()
+    slope = sign * slope
     assert output.loss.item() == pytest.approx(loss, abs=1e-12)
     assert values.grad is not None
     assert values.grad.item() == pytest.approx(slope, abs=1e-12)
@@ -600,6 +602,57 @@ def test_a_value_as_far_as_its_clip_is_not_counted() -> None:
     # old 1, clip .5, R 1.75: 2.0 and its clip 1.5 are equally wrong, nothing is cut.
     output = clipped_value_loss(row(2), row(1), row(1.75), ONE, clip=0.5)
     assert output.metrics["value_clip_fraction"].item() == 0
+    # .2 + (.9 - .2) is .8999999999999999, which is further from 1 than .9.
+    output = clipped_value_loss(row(0.9), row(0.2), row(1), ONE, clip=0.9 - 0.2)
+    assert output.metrics["value_clip_fraction"].item() == 0
+
+
+def test_value_and_entropy_losses_take_a_reduction() -> None:
+    # Errors 2, then 2 and 4 of R = 0: halves of squares 2, then 2 and 8: (2 + 5) / 2.
+    x = torch.tensor([[2.0, NAN], [2.0, 4.0]], dtype=torch.float64)
+    mask, zeros = torch.tensor([[True, False], [True, True]]), torch.zeros(2, 2)
+    output = clipped_value_loss(x, zeros, zeros, mask, clip=None, reduction="sequence_mean")
+    assert output.loss.item() == 3.5
+    # Means 2 and 3.
+    assert entropy_bonus(x, mask, reduction="sequence_mean").loss.item() == -2.5
+
+
+def test_the_share_of_clipped_values_has_the_type_of_the_values() -> None:
+    output = clipped_value_loss(row(2), row(1), row(3), ONE, clip=0.5)
+    assert output.metrics["value_clip_fraction"].dtype == torch.float64
+
+
+def test_a_ratio_as_large_as_the_dual_clip_is_not_counted() -> None:
+    # r A = dual_clip A exactly: nothing is cut, the gradient is still -r A = e.
+    logprobs = row(1).requires_grad_()
+    bound = row(1).exp().item()
+    output = dual_clip_policy_loss(logprobs, row(0), row(-1), ONE, dual_clip=bound)
+    output.loss.backward()
+    assert output.metrics["clip_fraction"].item() == 0
+    assert logprobs.grad is not None
+    assert logprobs.grad.item() == bound
+
+
+@pytest.mark.parametrize("name", list(POLICY_LOSSES))
+def test_no_nan_arises_even_on_the_way(name: str) -> None:
+    """So that the anomaly mode of autograd, which looks for one, finds those of a fault alone."""
+    logprobs = torch.tensor([[-1.0, -2.0], [-3.0, -1.0]], requires_grad=True)
+    mask = torch.tensor([[True, True], [False, False]])
+    with torch.autograd.set_detect_anomaly(True):
+        POLICY_LOSSES[name](logprobs, torch.zeros(2, 2), torch.ones(2, 2), mask).loss.backward()
+
+
+def test_divergence_from_the_old_policy_is_not_negative_where_expm1_is_rounded_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expm1 = torch.expm1
+    down = torch.tensor(-math.inf)
+    monkeypatch.setattr(torch, "expm1", lambda x: torch.nextafter(expm1(x), down))
+    near, zeros = torch.tensor([[1e-8, 2e-8]]), torch.zeros(1, 2)
+    output = clipped_policy_loss(near, zeros, zeros, BOTH)
+    assert output.metrics["kl_old_nats"].item() == 0
+    correction = importance_correction(near, zeros, BOTH, cap=2.0)
+    assert correction.metrics["mismatch_nats"].item() == 0
 
 
 def test_value_loss_refuses_shapes_and_devices() -> None:

@@ -623,6 +623,20 @@ def test_refuses_bad_tensors(name: str) -> None:
                 call(name, inputs | {key: x.to("meta")}, **options)
 
 
+def test_lengths_need_one_number_per_pair() -> None:
+    one = torch.tensor([5])
+    inputs = batch("r_dpo", 0) | {"chosen_lengths": one, "rejected_lengths": one}
+    with pytest.raises(ValueError, match="shapes differ"):
+        call("r_dpo", inputs, alpha=0.1)
+
+
+def test_the_length_term_keeps_the_digits_of_the_log_probs() -> None:
+    # h = 1 + .1 * 3, log(1 + exp(-1.3)) = .24100845...; in float32 .1 * 3 is off by 1e-8.
+    lengths = {"chosen_lengths": torch.tensor([8]), "rejected_lengths": torch.tensor([5])}
+    output = call("r_dpo", pair(3, 1) | lengths, alpha=0.1, beta=0.5)
+    assert output.loss.item() == pytest.approx(math.log1p(math.exp(-1.3)), rel=0, abs=1e-12)
+
+
 def test_kto_needs_labels_as_bool() -> None:
     inputs = kto_inputs()
     with pytest.raises(ValueError, match="desirable must be bool, got"):

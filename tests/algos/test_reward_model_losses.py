@@ -114,8 +114,11 @@ def numbers(output: LossOutput) -> dict[str, float]:
 
 def test_margin_is_a_constant_and_bradley_terry_has_none() -> None:
     scores, margins = vector(1, 2).requires_grad_(), vector(3, 0.5).requires_grad_()
-    bradley_terry_margin_loss(scores, vector(0, 0), margins).loss.backward()
-    assert margins.grad is None
+    for label_smoothing in (0.0, 0.1):
+        bradley_terry_margin_loss(
+            scores, vector(0, 0), margins, label_smoothing=label_smoothing
+        ).loss.backward()
+        assert margins.grad is None
     plain = bradley_terry_loss(scores, vector(0, 3), label_smoothing=0.1, centering=0.2)
     zero = bradley_terry_margin_loss(
         scores, vector(0, 3), vector(0, 0), label_smoothing=0.1, centering=0.2
@@ -287,6 +290,17 @@ def test_optimum_recovers_scores_and_ties(name: str) -> None:
     assert found[4].item() == pytest.approx(log_tie, abs=1e-5)
 
 
+@every_tie_loss
+def test_the_parameter_of_ties_is_read_in_the_type_of_the_scores(name: str) -> None:
+    half = torch.tensor([1.5], dtype=torch.float64)
+    tied, no = torch.tensor([True]), torch.zeros(1, dtype=torch.float64)
+    low = TIE_LOSSES[name](half, no, tied, torch.tensor(1.0, dtype=torch.bfloat16))
+    high = TIE_LOSSES[name](half, no, tied, torch.tensor(1.0, dtype=torch.float64))
+    assert torch.equal(low.loss, high.loss)
+    single = TIE_LOSSES[name](half.float(), no.float(), tied, torch.tensor(1.0).double())
+    assert single.loss.dtype == torch.float32
+
+
 def test_davidson_expects_as_many_ties_as_there_are() -> None:
     chosen, rejected = vector(2, 0, 1, 5, -1), vector(1, 3, 1, 2, 0)
     tied = torch.tensor([True, False, False, True, False])
@@ -389,6 +403,14 @@ def test_a_step_that_annotators_are_split_on_is_half_right() -> None:
     assert output.metrics["accuracy"].item() == 0.75
 
 
+def test_labels_of_steps_are_constants() -> None:
+    logits = torch.tensor([[3.0, 3.0]], requires_grad=True)
+    labels, mask = torch.tensor([[0.5, 1.0]], requires_grad=True), torch.ones(1, 2).bool()
+    process_loss(logits, labels, mask).loss.backward()
+    assert logits.grad is not None
+    assert labels.grad is None
+
+
 def test_process_loss_is_finite_at_extreme_logits() -> None:
     logits = torch.tensor([[1e3, -1e3]], requires_grad=True)
     output = process_loss(logits, torch.tensor([[0, 1]]), torch.ones(1, 2, dtype=torch.bool))
@@ -429,6 +451,10 @@ def test_average_weights_keeps_types_and_sums_in_float32() -> None:
     double = average_weights([{"w": vector(1e-9)}, {"w": vector(1)}])
     assert double["w"].dtype == torch.float64
     assert double["w"].item() == (1 + 1e-9) / 2
+    # (.125 + 2 * .25) / 3 = .2083; with terms in bfloat16 it is rounded to .2090.
+    two = [{"w": torch.tensor([w], dtype=torch.bfloat16)} for w in (0.125, 0.25)]
+    expected = torch.tensor(0.625 / 3, dtype=torch.bfloat16).item()
+    assert average_weights(two, [1, 2])["w"].item() == expected
     many = [{"w": torch.tensor([256.0 if i == 0 else 1.0], dtype=torch.bfloat16)} for i in range(8)]
     assert average_weights(many)["w"].item() == torch.tensor(263 / 8, dtype=torch.bfloat16).item()
 
@@ -603,12 +629,20 @@ def test_refusals() -> None:
     for wrong in (-0.1, 1.1, NAN):
         with pytest.raises(ValueError, match=r"must lie in \[0, 1\]"):
             process_loss(scores, torch.full((2, 2), wrong), both)
+        with pytest.raises(ValueError, match=r"must lie in \[0, 1\]"):  # a single one
+            process_loss(scores, torch.tensor([[0.0, 1.0], [0.5, wrong]]), both)
     with pytest.raises(ValueError, match="selects nothing"):
         process_loss(scores, scores, both & False)
     with pytest.raises(ValueError, match="shapes differ"):
         process_loss(scores, scores[:1], both)
     with pytest.raises(ValueError, match="devices differ"):
         process_loss(scores, scores.to("meta"), both)
+    with pytest.raises(ValueError, match="devices differ"):
+        process_loss(scores.to("meta"), scores, both)
+    with pytest.raises(ValueError, match="shapes differ"):
+        process_loss(scores[:1], scores, both)
+    with pytest.raises(ValueError, match="must be bool"):
+        process_loss(scores, scores, both.float())
 
 
 def test_committees_need_a_table_of_scores() -> None:

@@ -118,6 +118,13 @@ def test_treatments_by_hand(
     assert result.metrics["truncation_penalty_mean"].item() == pytest.approx(penalty, abs=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_scores_keep_their_type(dtype: torch.dtype) -> None:
+    available = {"scores": SCORES.to(dtype), "ended": ENDED, "lengths": LENGTHS, "max_length": 10}
+    result = parts.call(TRUNCATION["soft_overlong"], available, buffer=4)
+    assert result.scores.dtype == dtype
+
+
 def test_every_treatment_is_tested() -> None:
     assert list(TRUNCATION) == ["keep", "mask", "missing_eos", "soft_overlong"]
     assert SCORES.tolist() == [1, 2, -3]  # nothing was changed in place

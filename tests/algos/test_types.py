@@ -24,3 +24,17 @@ def test_combine_metrics_by_hand() -> None:
         combine_metrics(parts, [1])
     with pytest.raises(ValueError, match="different metrics"):
         combine_metrics([*parts, {}], [1, 1, 1, 1])
+
+
+def test_combine_metrics_refuses_a_single_negative_weight() -> None:
+    parts = [{"a": torch.tensor(1.0)}, {"a": torch.tensor(3.0)}]
+    with pytest.raises(ValueError, match="weights must be >= 0"):
+        combine_metrics(parts, [3, -1])
+    # A share below 1 is a weight, too: (1 * .25 + 3 * .25) / .5
+    assert combine_metrics(parts, [0.25, 0.25])["a"].item() == 2
+
+
+def test_joined_metrics_carry_no_graph() -> None:
+    parts = [{"a": torch.tensor(1.0, requires_grad=True), "a_max": torch.tensor(1.0)}]
+    parts[0]["a_max"].requires_grad_()
+    assert not any(x.requires_grad for x in combine_metrics(parts, [1]).values())

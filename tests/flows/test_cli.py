@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 from conftest import child_environment
+from ruamel.yaml import YAML
 
 from flows.report import read_decision
+from rlhf import config
 from rlhf.errors import BadInput
 
 Flows = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -46,6 +48,55 @@ def test_a_wrong_value_is_exit_code_2_with_its_path(project: Path, flows: Flows)
     assert result.returncode == 2
     assert "resources.parallel=0" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_part_that_cannot_be_imported_is_exit_code_2(project: Path, flows: Flows) -> None:
+    path, text = project / "pipeline.yaml", (project / "pipeline.yaml").read_text()
+    path.write_text(text.replace("{kind: bradley_terry,", "{kind: mine.loss, options: {}} #"))
+    (project / "mine.py").write_text("def other(chosen_scores, *, denominator): ...\n")
+    result = flows("validate", PYTHONPATH=f"{project}:{child_environment()['PYTHONPATH']}")
+    assert result.returncode == 2
+    assert "1 problem" in result.stderr
+    assert "rounds.r1.reward_model.loss: 'mine.loss' cannot be imported" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not result.stdout
+
+
+def test_the_resolved_file_reads_back_as_the_same_pipeline(project: Path, flows: Flows) -> None:
+    """Presets, defaults and parts that are names alone are written out in full."""
+    path = project / "pipeline.yaml"
+    yaml = YAML()
+    raw = yaml.load(path.read_text())
+    raw["rounds"]["r1"]["preferences"]["ties"] = "keep"
+    raw["rounds"]["r1"]["reward_model"]["loss"] = "davidson"
+    raw["candidates"]["r1-dpo"]["losses"] = ["sigmoid", "sft"]
+    for key in ("advantage", "loss", "truncated"):
+        del raw["candidates"]["r1-ppo"][key]
+    with path.open("w") as file:
+        yaml.dump(raw, file)
+    before = config.load(path)
+    result = flows("validate", "--resolved")
+    assert result.returncode == 0, result.stderr
+    shown = YAML(typ="safe").load(result.stdout)
+    assert shown["rounds"]["r1"]["reward_model"]["loss"] == {"kind": "davidson", "centering": 0.0}
+    assert [term["kind"] for term in shown["candidates"]["r1-dpo"]["losses"]] == ["sigmoid", "sft"]
+    assert shown["candidates"]["r1-ppo"]["advantage"]["gae_lambda"] == 0.95
+    path.write_text(result.stdout)
+    assert config.load(path) == before
+    again = flows("validate", "--resolved")
+    assert again.stdout == result.stdout
+    plain = flows("validate")
+    assert (plain.returncode, plain.stdout) == (
+        0, "pipeline.yaml is valid: 1 round(s), 2 candidate(s)\n"
+    )  # fmt: skip
+
+
+def test_resolved_does_not_show_a_file_that_is_wrong(project: Path, flows: Flows) -> None:
+    path = project / "pipeline.yaml"
+    path.write_text(path.read_text().replace("parallel: 2", "parallel: 0"))
+    result = flows("validate", "--resolved")
+    assert result.returncode == 2
+    assert not result.stdout
 
 
 @pytest.mark.parametrize("command", ["validate", "plan", "run", "report", "ui"])

@@ -175,7 +175,11 @@ def test_losses_without_a_reference_by_hand(
 def mismatched_kl(
     policy: PreTrainedModel, reference: PreTrainedModel, rows: list[int], *, normalized: bool
 ) -> float:
-    """Mean log-ratio of each prompt with the next pair's chosen answer; not yet held at 0."""
+    """Mean log-ratio of each prompt with the next pair's chosen answer; not yet held at 0.
+
+    Here all prompts differ; see SHARED for others.
+    """
+    assert len({tuple(PAIRS[i].prompt) for i in rows}) == len(rows)
     total = 0.0
     for here, after in zip(rows, [*rows[1:], rows[0]], strict=True):
         prompt, answer = PAIRS[here].prompt, PAIRS[after].chosen
@@ -213,6 +217,82 @@ def test_kto_by_hand_with_its_mismatched_kl(swapped: bool, normalized: bool) -> 
     value, (output,) = whole(trainer, rows, size=2)
     assert value == pytest.approx(expected / 10, rel=1e-4)  # five pairs are ten examples
     assert float(output.metrics["accuracy"]) == pytest.approx(right / 10)
+
+
+A, B, C = [5], [6, 7], [tiny.PAD, 5]  # C is A to whoever takes its first token for padding
+SHARED = [
+    PairIds(prompt, pair.chosen[: 1 + i % 3], pair.rejected)
+    for i, (prompt, pair) in enumerate(zip((A, A, B, A, C, B), PAIRS[:6], strict=True))
+]
+SHARED = [PairIds(p.prompt, [8 + i, *p.chosen], p.rejected) for i, p in enumerate(SHARED)]
+
+
+def kto_of_shared(*, length_normalized: bool = False) -> PreferenceTrainer:
+    """A trainer whose log-ratios are above 0, so that nothing is cut off."""
+    trainer = make(
+        {"kind": "kto", "beta": 0.25}, refers_to="initial", other=tiny.llama(3), pairs=SHARED,
+        length_normalized=length_normalized,
+    )  # fmt: skip
+    trainer.policy.load_state_dict(tiny.llama(4).state_dict())
+    return trainer
+
+
+def kl_of(trainer: PreferenceTrainer, rows: list[int], size: int) -> float:
+    batch = trainer.objective.batch(trainer.pairs, rows, size)
+    assert batch.kl_nats is not None
+    assert batch.kl_nats.shape == ()
+    return float(batch.kl_nats)
+
+
+@pytest.mark.parametrize(
+    ("rows", "answers"),
+    [
+        # Prompts A A B A C B: each with the answer to the next one that is another.
+        ([0, 1, 2, 3, 4, 5], [2, 2, 3, 4, 5, 0]),
+        ([5, 4, 3, 2, 1, 0], [4, 3, 2, 1, 5, 5]),
+        ([1, 0, 3, 2], [2, 2, 2, 1]),
+        ([2, 0, 5], [0, 5, 0]),
+        ([0, 4], [4, 0]),
+    ],
+)
+@pytest.mark.parametrize("normalized", [False, True])
+def test_the_mismatched_answer_is_the_next_one_to_another_prompt(
+    rows: list[int], answers: list[int], normalized: bool
+) -> None:
+    trainer, total = kto_of_shared(length_normalized=normalized), 0.0
+    for here, other in zip(rows, answers, strict=True):
+        prompt, answer = SHARED[here].prompt, SHARED[other].chosen
+        ratio = tiny.token_logps(trainer.policy, prompt, answer)
+        ratio = ratio - tiny.token_logps(tiny.llama(3), prompt, answer)
+        total += float(ratio.mean() if normalized else ratio.sum())
+    assert total / len(rows) > 0.05
+    for size in (1, 2, 6):
+        assert kl_of(trainer, rows, size) == pytest.approx(total / len(rows), abs=1e-4)
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 3], [3], [2, 5]])
+def test_one_prompt_alone_has_no_mismatch(rows: list[int]) -> None:
+    trainer = kto_of_shared()
+    assert kl_of(trainer, rows, 2) == 0.0
+    expected = 0.0
+    for i in rows:
+        n = Numbers(SHARED[i], trainer.policy, tiny.llama(3), normalized=False)
+        expected += 1 / (1 + math.exp(0.25 * n.chosen)) + 1 / (1 + math.exp(-0.25 * n.rejected))
+    assert whole(trainer, rows, size=2)[0] == pytest.approx(expected / (2 * len(rows)), rel=1e-4)
+
+
+def test_with_shared_prompts_kto_does_not_depend_on_the_micro_batches() -> None:
+    rows, found = [1, 3, 0, 5, 4, 2], []
+    for split in (6, 3, 1):
+        trainer = kto_of_shared()
+        value, outputs = whole(trainer, rows, size=split, split=split)
+        sum(output.loss for output in outputs).backward()  # type: ignore[union-attr]
+        gradient = [p.grad.flatten() for p in trainer.policy.parameters() if p.grad is not None]
+        found.append((value, torch.cat(gradient)))
+    for value, gradient in found[1:]:
+        assert value == pytest.approx(found[0][0], rel=1e-5)
+        torch.testing.assert_close(gradient, found[0][1], atol=1e-5, rtol=1e-4)
+    assert float(found[0][1].norm()) > 0.01
 
 
 def test_a_weighted_sum_by_hand() -> None:

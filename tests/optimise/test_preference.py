@@ -331,7 +331,7 @@ def test_a_policy_of_another_start_is_refused() -> None:
 
 
 def test_own_pairs_end_within_the_budget() -> None:
-    free = [m["policy/kl_nats"] for *_, m in online(tiny.online_candidate(steps=4)).run()]
+    free = [m["policy/log_ratio_nats"] for *_, m in online(tiny.online_candidate(steps=4)).run()]
     assert sorted(free) == free
     policy, weights = tiny.llama(), []
     limit = (free[2] + free[3]) / 2

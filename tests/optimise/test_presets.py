@@ -108,6 +108,32 @@ def test_a_preset_is_never_changed_by_who_uses_it() -> None:
     assert resolve({"algorithm": "grpo"})["loss"]["clip_low"] == 0.2
 
 
+@pytest.mark.parametrize(
+    ("name", "place", "value"),
+    [
+        ("ppo", "advantage.gae_lambda", 0.95),
+        ("a2c", "advantage.gae_lambda", 1.0),  # returns minus values
+        ("reinforce", "advantage.decay", 0.9),
+        ("grpo", "kl.estimator", "k3"),
+        ("grpo", "kl.coef", 0.04),
+        ("dapo", "loss.clip_low", 0.2),
+        ("dapo", "loss.clip_high", 0.28),
+        ("gspo", "loss.clip_low", 3e-4),
+        ("gspo", "loss.clip_high", 4e-4),
+        ("cispo", "loss.clip_high", 4.0),
+        ("sapo", "loss.tau_positive", 1.0),
+        ("sapo", "loss.tau_negative", 1.05),
+        ("simpo", "losses.0.beta", 2.0),
+        ("simpo", "losses.0.gamma", 1.0),
+    ],
+)
+def test_the_numbers_of_the_papers(name: str, place: str, value: Any) -> None:
+    found: Any = PRESETS[name]
+    for key in place.split("."):
+        found = found[int(key)] if key.isdigit() else found[key]
+    assert found == value
+
+
 # --- what may be changed ---
 
 
@@ -146,6 +172,17 @@ def test_a_part_of_another_kind_replaces_the_presets() -> None:
 def test_a_name_alone_is_a_part(key: str) -> None:
     assert resolve({"algorithm": "mine", key: "abc"})[key] == {"kind": "abc"}
     assert resolve(written("grpo", loss="ppo_clip"))["loss"]["clip_low"] == 0.2
+    assert resolve({"algorithm": "mine", key: ["abc"]})[key] == ["abc"]  # wrong, and left to say so
+
+
+def test_of_a_round_a_name_alone_is_a_part() -> None:
+    body = {"from": "r0", "reward_model": {"members": 2, "loss": "davidson"}}
+    found = presets.spelled_out_round(body)
+    assert found == {"from": "r0", "reward_model": {"members": 2, "loss": {"kind": "davidson"}}}
+    assert body["reward_model"] == {"members": 2, "loss": "davidson"}
+    assert presets.spelled_out_round(found) == found
+    for left_alone in ({"from": "r0"}, {"reward_model": {"members": 2}}, {"reward_model": "x"}):
+        assert presets.spelled_out_round(left_alone) == left_alone
 
 
 def test_losses_are_replaced_as_a_whole() -> None:
@@ -209,6 +246,10 @@ def test_a_name_near_to_a_preset_is_suggested(
     assert found == [
         f"candidates.r1-x.algorithm={algorithm}: no preset of that name; did you mean {suggestion}?"
     ]
+
+
+def test_a_kind_that_is_no_text_is_left_to_the_schema() -> None:
+    assert list(presets.problems("r1-x", written("ppo", loss={"kind": 3}))) == []
 
 
 def test_a_pipeline_reads_presets(monkeypatch: pytest.MonkeyPatch) -> None:

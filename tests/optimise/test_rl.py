@@ -20,6 +20,7 @@ from rlhf.models.scalar import ScalarModel
 from rlhf.models.sequences import Sequences
 from rlhf.optimise import rl, rollouts
 from rlhf.optimise.anchor import following
+from rlhf.optimise.forward import by_length
 from rlhf.optimise.rl import Experience, RlTrainer
 from rlhf.optimise.rollouts import Rollout
 from rlhf.progress import Clock
@@ -107,6 +108,72 @@ def test_minibatches_are_a_partition_of_the_rollout() -> None:
     assert [len(m) for m in experience.minibatches] == [2, 2]
     rows = [row for m in experience.minibatches for micro in m for row in micro]
     assert sorted(rows) == list(range(16))
+
+
+def cut_of(trainer: RlTrainer) -> tuple[list[list[int]], Sequences]:
+    """The rows of each minibatch of the next rollout, in their order, and the rollout."""
+    experience = trainer.collect()
+    flat = [[row for micro in m for row in micro] for m in experience.minibatches]
+    return flat, experience.sequences
+
+
+def of_reduction(reduction: str, **changes: Any) -> config.RlCandidate:
+    sizes = {"minibatches": 4, "micro_batch_size": 2}
+    return tiny.rl_candidate(**(sizes | changes), reduction=reduction)
+
+
+def test_minibatches_of_a_token_mean_are_made_by_chance() -> None:
+    """Sorted ones would divide short answers by few tokens and long ones by many."""
+    found = {}
+    for run, seed in (("first", 0), ("again", 0), ("other", 1)):
+        trainer = make(of_reduction("token_mean"), prompts=[[5]], seed=seed)
+        found[run] = [cut_of(trainer), cut_of(trainer)]
+        for minibatches, sequences in found[run]:
+            assert [len(rows) for rows in minibatches] == [4] * 4
+            assert sorted(row for rows in minibatches for row in rows) == list(range(16))
+            lengths = sequences.lengths.tolist()
+            assert len(set(lengths)) > 3
+            # Sorted within a minibatch, which saves padding, and not across.
+            assert all(
+                [lengths[i] for i in m] == sorted(lengths[i] for i in m) for m in minibatches
+            )
+            assert [lengths[i] for m in minibatches for i in m] != sorted(lengths)
+    sets = {run: [[set(m) for m in cut] for cut, _ in cuts] for run, cuts in found.items()}
+    assert sets["again"] == sets["first"]
+    assert sets["first"][0] != sets["first"][1]  # chance again for each rollout
+    assert sets["other"][0] != sets["first"][0]
+
+
+@pytest.mark.parametrize(
+    ("reduction", "minibatches"),
+    [("sequence_mean", 4), ("constant_length", 4), ("token_mean", 1)],
+)
+def test_other_minibatches_are_of_similar_length(reduction: str, minibatches: int) -> None:
+    trainer = make(of_reduction(reduction, minibatches=minibatches))
+    state = trainer.order.get_state()
+    found, sequences = cut_of(trainer)
+    assert found == by_length(sequences, 16 // minibatches)
+    assert torch.equal(trainer.order.get_state(), state)  # nothing was left to chance
+
+
+def test_random_minibatches_start_at_ratio_exactly_one() -> None:
+    trainer = make(of_reduction("token_mean", steps=3, epochs_per_step=2))
+    seen = spied(trainer)
+    list(trainer.run())
+    assert len(seen) == 3 * 2 * 4
+    for step in range(3):
+        first, *others = [m["ratio_deviation_max"] for m in seen[8 * step : 8 * step + 8]]
+        assert first == 0.0
+        assert min(others) > 1e-4
+
+
+def test_random_minibatches_leave_out_what_may_not_train() -> None:
+    """Cut answers are masked: each of the others is in one minibatch, no cut one in any."""
+    changes = {"truncated": "mask", "minibatches": 2, "micro_batch_size": 4}
+    experience = experience_of(make(two_by_four(reduction="token_mean", **changes)))
+    rows = [[row for micro in m for row in micro] for m in experience.minibatches]
+    assert [len(m) for m in rows] == [3, 2]
+    assert sorted(rows[0] + rows[1]) == [0, 2, 3, 4, 7]
 
 
 # --- ratios ---
@@ -325,6 +392,8 @@ def test_kl_in_the_loss_leaves_the_advantages_and_adds_its_term() -> None:
     close(
         found[True] - found[False], 0.3 * k3.sum() / len(old)
     )  # 8 answers times their mean length
+    metrics = trainer._policy_loss(experience, list(range(8)), 8.0).metrics
+    close(metrics["kl_ref_nats"], k3.mean())
     # At ratio 1 the surrogate is minus the advantage of every token.
     tokens = torch.cat([SCORES[i].expand(len(c.ids)) for i, c in enumerate(answers()[1])])
     close(found[False], -tokens.sum() / len(tokens))
@@ -705,10 +774,9 @@ def test_the_coefficient_is_steered_to_its_target(where: str, target: float, fac
         "where": where, "estimator": "k2", "coef": 0.5,
         "target": {"nats": target, "horizon": 40},
     }  # fmt: skip
-    trainer = make(two_by_four(advantage="reinforce", kl=kl), reference=tiny.llama(1))
-    fixed = make(
-        two_by_four(advantage="reinforce", kl={k: v for k, v in kl.items() if k != "target"}),
-        reference=tiny.llama(1),
+    trainer = away(two_by_four(advantage="reinforce", kl=kl))
+    fixed = away(
+        two_by_four(advantage="reinforce", kl={k: v for k, v in kl.items() if k != "target"})
     )
     first, second = experience_of(trainer), experience_of(trainer)
     assert first.metrics["policy/kl_coef"] == 0.5
@@ -720,12 +788,28 @@ def test_the_coefficient_is_steered_to_its_target(where: str, target: float, fac
     assert (moved < -0.01) == (factor < 1)
 
 
+def away(settings: config.RlCandidate) -> RlTrainer:
+    """A trainer to whose policy the answers are likelier than to its reference."""
+    policy, start = tiny.llama(1), tiny.llama(1)
+    return make(settings, policy=policy, start=start, reference=tiny.llama())
+
+
+def test_the_coefficient_follows_the_mean_log_ratio() -> None:
+    """Of k1, whose mean is the KL at any distance; here a k3 that says the opposite."""
+    kl = {"where": "loss", "estimator": "k2", "coef": 0.5, "target": {"nats": 1.0, "horizon": 40}}
+    trainer = make(two_by_four(kl=kl), reference=tiny.llama(1))
+    rows = zip(logprob_rows(tiny.llama()), logprob_rows(tiny.llama(1)), strict=True)
+    assert sum(float((old - ref).sum()) for old, ref in rows) / 8 < 0.8
+    assert experience_of(trainer).metrics["policy/kl_reference_nats"] > 100
+    assert trainer.kl_coef == pytest.approx(0.5 * (1 - 0.2 * 8 / 40))
+
+
 def test_the_target_is_of_the_reference_that_the_term_pulls_to() -> None:
     kl = {"where": "loss", "estimator": "k2", "coef": 0.5, "target": {"nats": 1.0, "horizon": 40}}
     at_reference = make(two_by_four(kl=kl))
     experience_of(at_reference)
     assert at_reference.kl_coef == pytest.approx(0.5 * (1 - 0.2 * 8 / 40))  # it stands on it
-    far = make(two_by_four(kl=kl), reference=tiny.llama(1))
+    far = away(two_by_four(kl=kl))
     experience_of(far)
     assert far.kl_coef == pytest.approx(0.5 * (1 + 0.2 * 8 / 40))
 
@@ -802,11 +886,26 @@ def test_the_full_kl_in_the_loss_by_hand(temperature: float) -> None:
     close(term, 0.3 * torch.cat(per_token).mean())
     rows = list(range(8))
     found = with_kl._policy_loss(experience, rows, with_kl._denominator(experience, rows))
+    close(found.metrics["kl_ref_nats"], torch.cat(per_token).mean())
     found.loss.backward()
     assert all(p.grad is None or not p.grad.any() for p in reference.parameters())
 
 
 # --- references ---
+
+
+def test_how_far_the_reference_is_is_logged_where_the_loss_says_it() -> None:
+    """0 before the first update, which starts at the reference, and more after it."""
+    kl = {"where": "loss", "estimator": "k3", "coef": 0.1}
+    trainer = make(tiny.rl_candidate(kl=kl, steps=1, epochs_per_step=2))
+    seen = spied(trainer)
+    ((_, _, metrics),) = trainer.run()
+    assert seen[0]["kl_ref_nats"] == 0.0
+    assert seen[1]["kl_ref_nats"] > 1e-5
+    assert metrics["policy/kl_ref_nats"] == pytest.approx(seen[1]["kl_ref_nats"] / 2)
+    for other in (None, {"where": "reward", "estimator": "k1", "coef": 0.1}):
+        ((_, _, metrics),) = make(tiny.rl_candidate(kl=other, steps=1)).run()
+        assert "policy/kl_ref_nats" not in metrics
 
 
 def test_another_reference_than_the_start() -> None:
@@ -947,7 +1046,8 @@ def test_the_averaged_weights_are_those_of_the_updates() -> None:
 def kl_per_step(policy: PreTrainedModel) -> list[float]:
     """KL to the start after 0, 1, 2, ... steps of a run without a budget."""
     return [
-        m["policy/kl_nats"] for _, _, m in make(tiny.rl_candidate(steps=5), policy=policy).run()
+        m["policy/log_ratio_nats"]
+        for _, _, m in make(tiny.rl_candidate(steps=5), policy=policy).run()
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rlhf.errors import StageFailed
+from rlhf.models.sequences import Sequences
 from rlhf.optimise import rollouts as module
 from rlhf.optimise.rollouts import PromptStream, Rollout, Rollouts
 from rlhf.progress import Clock
@@ -102,6 +104,14 @@ def test_each_draw_has_a_seed_of_its_own_and_so_has_each_run(calls: list[dict[st
     assert tuple(tuple(c.ids) for c in calls[-1]["found"]) == answers[0]
 
 
+def test_another_run_draws_with_other_seeds(calls: list[dict[str, Any]]) -> None:
+    for seed in (0, 1):
+        make(prompts=[[5]], seed=seed).collect()
+    one, other = calls
+    assert one["seed"] != other["seed"]
+    assert [c.ids for c in one["found"]] != [c.ids for c in other["found"]]
+
+
 def test_the_sampler_is_asked_as_declared(calls: list[dict[str, Any]]) -> None:
     make(temperature=0.6).collect()
     (call,) = calls
@@ -116,13 +126,64 @@ def test_a_rollout_knows_what_ended_and_how_many_tokens_it_has() -> None:
     assert rollout.num_tokens == 5
 
 
+def test_what_is_logged_of_a_rollout_by_hand() -> None:
+    completions = [Completion([7, 1], [-1.0] * 2, True), Completion([8, 9, 3], [-1.0] * 3, False)]
+    rollout = Rollout([[5], [6, 4]], completions, torch.tensor([1.0, 4.0]), {"groups": 2.0})
+    sequences = Sequences.from_rows(rollout.prompts, [c.ids for c in completions], tiny.PAD)
+    nan = float("nan")
+    old = torch.tensor([[-1.0, -2.0, nan], [-1.0, -1.0, -3.0]])
+    start = torch.tensor([[-2.0, -1.0, nan], [-1.0, -3.0, -3.0]])
+    found = rollout.described(sequences, old, start)
+    # Log-ratios 1, -1 and 0, 2, 0; k3 of d is exp(-d) - 1 + d.
+    k3 = (math.exp(-1) + math.exp(1) - 2) + (math.exp(-2) + 1)
+    assert found == pytest.approx(
+        {
+            "policy/proxy": 2.5,
+            "policy/proxy_std": 1.5,
+            "policy/kl_nats": k3 / 2,
+            "policy/log_ratio_nats": 1.0,
+            "policy/length_tokens": 2.5,
+            "policy/ended_fraction": 0.5,
+            "policy/groups": 2.0,
+        }
+    )
+
+
+@pytest.mark.parametrize(("declared", "asked"), [(None, 12), (5, 5)])
+def test_answers_in_flight_at_once(
+    declared: int | None, asked: int, calls: list[dict[str, Any]]
+) -> None:
+    make(sampling_batch_size=declared).collect()
+    assert [call["batch_size"] for call in calls] == [asked]
+
+
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 def test_a_score_that_is_not_finite_is_refused_with_its_answer(wrong: float) -> None:
-    def broken(prompts: Sequence[list[int]], texts: Sequence[str], ended: Any) -> Tensor:
-        return torch.where(torch.arange(len(texts)) == 1, wrong, 0.0)
+    seen: list[str] = []
 
-    with pytest.raises(StageFailed, match=rf"score of an answer is {wrong} in draw 1\n  answer: '"):
+    def broken(prompts: Sequence[list[int]], texts: Sequence[str], ended: Any) -> Tensor:
+        seen.append(f"answer: {texts[9]!r} to prompt ids {prompts[9]}")
+        assert len({*texts}) > 3
+        return torch.where(torch.arange(len(texts)) >= 9, wrong, 0.0)
+
+    with pytest.raises(StageFailed, match=f"score of an answer is {wrong} in draw 1\n") as caught:
         make(score=broken).collect()
+    assert seen[0] in str(caught.value)
+
+
+def test_what_is_scored_is_what_was_sampled(calls: list[dict[str, Any]]) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def score(prompts: Sequence[list[int]], texts: Sequence[str], ended: Sequence[bool]) -> Tensor:
+        asked.append((list(prompts), list(texts), list(ended)))
+        return torch.arange(len(texts)).float()
+
+    make(score=score).collect()
+    (call,), ((prompts, texts, ended),) = calls, asked
+    assert prompts == call["prompts"]
+    assert texts == [tiny.codec().decode(c.ids) for c in call["found"]]
+    assert ended == [c.ended for c in call["found"]]
+    assert set(ended) == {True, False}
 
 
 # --- dynamic sampling ---
@@ -149,12 +210,20 @@ def scores_of(rollout: Rollout) -> list[float]:
     return rollout.scores.view(-1, 4)[:, 1].tolist()
 
 
+def resampled(batches: int, groups: int, spread: int) -> Any:
+    """Metrics of that many draws, `spread` groups of which have spread; draw d scores 10 d + 1 and 1/12 each."""
+    drawn = sum(10 * (d + 1) + 1 for d in range(batches)) / batches + spread / 12 / batches
+    return pytest.approx(
+        {"rollout_batches": float(batches), "groups": float(groups), "proxy_drawn": drawn}
+    )
+
+
 def test_groups_without_spread_are_replaced_in_order(calls: list[dict[str, Any]]) -> None:
     rollouts = make(score=Spread({1}, {0, 2}, {0, 1, 2}), resample_batches=5)
     rollout = rollouts.collect()
     # Draw 1 keeps group 1; draw 2 its groups 0 and 2: three, enough.
     assert scores_of(rollout) == [11.0, 20.0, 22.0]
-    assert rollout.metrics == {"rollout_batches": 2.0, "groups": 3.0}
+    assert rollout.metrics == resampled(2, 3, spread=3)
     expected = [calls[0]["prompts"][4]] * 4
     expected += [calls[1]["prompts"][0]] * 4 + [calls[1]["prompts"][8]] * 4
     assert rollout.prompts == expected
@@ -166,14 +235,14 @@ def test_groups_without_spread_are_replaced_in_order(calls: list[dict[str, Any]]
 def test_of_more_than_enough_the_first_are_kept() -> None:
     rollout = make(score=Spread({0, 2}, {0, 1, 2}), resample_batches=5).collect()
     assert scores_of(rollout) == [10.0, 12.0, 20.0]
-    assert rollout.metrics == {"rollout_batches": 2.0, "groups": 3.0}
+    assert rollout.metrics == resampled(2, 3, spread=5)
     assert len(rollout.prompts) == len(rollout.completions) == len(rollout.scores) == 12
 
 
 def test_enough_at_once_draws_once(calls: list[dict[str, Any]]) -> None:
     rollout = make(score=Spread({0, 1, 2}), resample_batches=5).collect()
     assert len(calls) == 1
-    assert rollout.metrics == {"rollout_batches": 1.0, "groups": 3.0}
+    assert rollout.metrics == resampled(1, 3, spread=3)
 
 
 @pytest.mark.parametrize(("bound", "draws"), [(1, 2), (2, 3)])
@@ -183,7 +252,7 @@ def test_the_bound_ends_with_a_smaller_batch(
     rollout = make(score=Spread({2}, set(), set(), {0, 1, 2}), resample_batches=bound).collect()
     assert len(calls) == draws
     assert scores_of(rollout) == [12.0]
-    assert rollout.metrics == {"rollout_batches": float(draws), "groups": 1.0}
+    assert rollout.metrics == resampled(draws, 1, spread=1)
 
 
 def test_without_any_spread_the_first_batch_stays_as_drawn(calls: list[dict[str, Any]]) -> None:
@@ -192,7 +261,7 @@ def test_without_any_spread_the_first_batch_stays_as_drawn(calls: list[dict[str,
     assert rollout.prompts == calls[0]["prompts"]
     assert rollout.completions == calls[0]["found"]
     assert scores_of(rollout) == [10.0, 11.0, 12.0]
-    assert rollout.metrics == {"rollout_batches": 3.0, "groups": 0.0}
+    assert rollout.metrics == resampled(3, 0, spread=0)
 
 
 def test_without_dynamic_sampling_ties_stay(calls: list[dict[str, Any]]) -> None:

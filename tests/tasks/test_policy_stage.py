@@ -106,7 +106,7 @@ def test_over_the_budget_only_what_is_within_it_stays(
 ) -> None:
     """The third step goes over it; checkpoints of the third are forgotten, the second is kept."""
     free, _ = follow(kind, tmp_path / "free", steps=5, checkpoint_every=1)
-    kl = [metrics["policy/kl_nats"] for _, metrics in free.tracked.logged]
+    kl = [metrics["policy/log_ratio_nats"] for _, metrics in free.tracked.logged]
     assert kl[0] < kl[1] < kl[2] < kl[3]
     limit = (kl[2] + kl[3]) / 2
     job, summary = follow(
@@ -124,7 +124,7 @@ def test_over_the_budget_only_what_is_within_it_stays(
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_budget_that_the_last_step_breaks_takes_that_step_back(kind: str, tmp_path: Path) -> None:
     free, _ = follow(kind, tmp_path / "free", steps=5, checkpoint_every=1)
-    kl = [metrics["policy/kl_nats"] for _, metrics in free.tracked.logged]
+    kl = [metrics["policy/log_ratio_nats"] for _, metrics in free.tracked.logged]
     job, summary = follow(
         kind, tmp_path / "bounded", steps=3, checkpoint_every=3, kl_budget_nats=(kl[2] + kl[3]) / 2
     )
