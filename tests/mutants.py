@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import ast
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -53,26 +54,32 @@ def undecorated(source: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _write(path: Path, text: str) -> None:
-    """Writes only what differs: mutmut makes the mutants of newer files again."""
-    if not path.exists() or path.read_text() != text:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+def _write(path: Path, text: str) -> bool:
+    """Writes only what differs, and says so: mutmut makes the mutants of newer files again."""
+    if path.exists() and path.read_text() == text:
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return True
 
 
 def prepare() -> None:
     """Brings the workspace up to date with sources, tests and settings."""
+    changed = False
     for package in ("rlhf/algos", "tests/algos"):
         wanted = {path.relative_to(ROOT) for path in (ROOT / package).glob("*.py")}
         for name in wanted:
             source = (ROOT / name).read_text()
-            _write(WORKSPACE / name, undecorated(source) if name.parts[0] == "rlhf" else source)
+            text = undecorated(source) if name.parts[0] == "rlhf" else source
+            changed |= _write(WORKSPACE / name, text)
         for copy in (WORKSPACE, WORKSPACE / "mutants"):
             for old in (copy / package).glob("*.py"):
                 if old.relative_to(copy) not in wanted:
                     old.unlink()
     for file in ("rlhf/__init__.py", "pyproject.toml"):
-        _write(WORKSPACE / file, (ROOT / file).read_text())
+        changed |= _write(WORKSPACE / file, (ROOT / file).read_text())
+    if changed:  # which test calls which function is only looked up for tests of a new name
+        (WORKSPACE / "mutants" / "mutmut-stats.json").unlink(missing_ok=True)
 
 
 def _operators() -> list[tuple[type, Callable[[Any], Iterator[Any]]]]:
@@ -124,7 +131,13 @@ def survivors(modules: list[str]) -> None:
             continue
         data = SourceFileMutationData(path=path)
         data.load()
-        found = {name: status_by_exit_code[code] for name, code in data.exit_code_by_key.items()}
+        mutants = WORKSPACE / "mutants" / path  # results of an older, longer function stay on
+        defined = set(re.findall(r"^def (\w+)", mutants.read_text(), re.MULTILINE))
+        found = {
+            name: status_by_exit_code[code]
+            for name, code in data.exit_code_by_key.items()
+            if name.rpartition(".")[2] in defined
+        }
         counts = Counter(found.values())
         total += counts
         print(f"## {path.stem}: {_score(counts)}")

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
 
 from rlhf.algos.masking import check_devices, check_mask, place
 
@@ -205,6 +204,99 @@ def selected_logprobs(
     )
 
 
+def _project(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """(1, N, V) logits of states (N, H), in the type of autocast where it is on."""
+    return torch.nn.functional.linear(states, weight, bias)[None]
+
+
+def _numbers(states: Tensor, weight: Tensor, count: int) -> Tensor:
+    """(count, N) for what is computed of the logits, at least float32."""
+    wide = torch.promote_types(torch.promote_types(states.dtype, weight.dtype), torch.float32)
+    return torch.empty(count, len(states), dtype=wide, device=states.device)
+
+
+def _head_gradient(
+    grads: tuple[Tensor, Tensor | None],
+    states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    ids: Tensor,
+    constants: tuple[Tensor, Tensor],
+    temperature: float,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of states (N, H), weight (V, H) and bias (V,), summed up chunk by chunk in place.
+
+    Args:
+        grads: (N,) of the log-probs, and of the entropies or None.
+        constants: (N,) log-sum-exp and entropy of the forward pass.
+    """
+    of_states, of_weight = torch.empty_like(states), torch.zeros_like(weight)
+    of_bias = weight.new_zeros(len(weight))
+    for start in range(0, len(states), chunk_size):
+        rows = slice(start, start + chunk_size)
+        logits, here = _project(states[rows], weight, bias), ids[rows][None]
+        normaliser, entropy = (constant[rows][None] for constant in constants)
+        table = _logprobs_gradient(grads[0][rows][None], logits, here, normaliser, temperature)
+        if grads[1] is not None:
+            table += _entropy_gradient(grads[1][rows][None], logits, entropy, temperature)
+        of_states[rows] = (table[0] @ weight).to(states.dtype)
+        _add_product_(of_weight, table[0].T, states[rows])
+        of_bias += table[0].sum(dim=0)
+    return of_states, of_weight, of_bias
+
+
+def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Adds a @ b, without a table of its own where all are of one type."""
+    if a.dtype == b.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
+
+
+class _ChunkedHead(torch.autograd.Function):
+    """Log-probs and entropies (N,) of states (N, H); no chunk's logits outlive it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ids: Tensor,
+        temperature: float,
+        chunk_size: int,
+        entropy_gradient: bool,
+    ) -> tuple[Tensor, Tensor]:
+        # Filled in place: a small result kept between two large tables keeps their memory from reuse.
+        chosen, normaliser, entropy = _numbers(states, weight, 3)
+        for start in range(0, len(states), chunk_size):
+            rows = slice(start, start + chunk_size)
+            logits = _project(states[rows], weight, bias)
+            (chosen[rows],), (normaliser[rows],) = _normalised(logits, ids[rows][None], temperature)
+            (entropy[rows],) = _entropies(logits, temperature)
+        ctx.save_for_backward(states, weight, bias, ids, normaliser, entropy)
+        ctx.options = temperature, chunk_size
+        device = states.device.type
+        ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        ctx.entropy_gradient = entropy_gradient
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
+        return chosen - normaliser, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
+        states, weight, bias, ids, normaliser, entropy = ctx.saved_tensors
+        grads = grad, entropy_grad if ctx.entropy_gradient else None
+        device, dtype, enabled = ctx.autocast
+        with torch.autocast(device, dtype=dtype, enabled=enabled):
+            of_states, of_weight, of_bias = _head_gradient(
+                grads, states, weight, bias, ids, (normaliser, entropy), *ctx.options
+            )
+        return of_states, of_weight, None if bias is None else of_bias, None, None, None, None
+
+
 class ChunkedLogprobs(NamedTuple):
     """logprobs (B, T) nats <= 0 and entropy (B, T) nats >= 0, both 0 outside the mask."""
 
@@ -220,7 +312,7 @@ def chunked_logprobs(
     *,
     bias: Tensor | None = None,
     temperature: float = 1.0,
-    chunk_size: int = 256,
+    chunk_size: int = 128,
     entropy_gradient: bool = False,
 ) -> ChunkedLogprobs:
     """Log-probs and entropy from the states before the output head; no (B, T, V) table ever exists.
@@ -260,20 +352,9 @@ def chunked_logprobs(
     if not chunk_size >= 1:
         raise ValueError(f"chunk_size must be at least 1 token, got {chunk_size}")
 
-    def project(states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        logits = torch.nn.functional.linear(states, weight, bias)[None]
-        logprobs = token_logprobs(logits, tokens[None], temperature=temperature)[0]
-        # Last, since the backward pass projects again only as far as it needs to.
-        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            return logprobs, token_entropy(logits, temperature=temperature)[0]
-
-    chunks = [
-        checkpoint(project, states, tokens, use_reentrant=False, preserve_rng_state=False)
-        for states, tokens in zip(
-            hidden[mask].split(chunk_size), ids[mask].split(chunk_size), strict=True
-        )
-    ]
-    logprobs, entropy = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+    logprobs, entropy = _ChunkedHead.apply(
+        hidden[mask], weight, bias, ids[mask].long(), temperature, chunk_size, entropy_gradient
+    )
     return ChunkedLogprobs(place(logprobs, mask), place(entropy, mask))
 
 

@@ -638,12 +638,12 @@ def test_chunked_memory_does_not_grow_with_the_sequence(path: str) -> None:
     assert peak_bytes(256, "full") > 10 * long
 
 
-def test_default_chunks_are_an_eighth_of_2048_tokens() -> None:
+def test_default_chunks_are_a_sixteenth_of_2048_tokens() -> None:
     ids = torch.zeros(1, 2048, dtype=torch.long)
     hidden, weight = torch.zeros(1, 2048, 2), torch.zeros(VOCABULARY, 2)
     with Tables(VOCABULARY) as tables:
         chunked_logprobs(hidden, weight, ids, torch.ones_like(ids, dtype=torch.bool))
-    assert tables.rows[torch.float32] == 256
+    assert tables.rows[torch.float32] == 128
 
 
 def test_only_selected_logits_are_widened() -> None:

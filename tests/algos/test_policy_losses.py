@@ -164,6 +164,13 @@ def test_clipped_value_loss_by_hand(
     assert output.metrics["value_clip_fraction"].item() == clipped
 
 
+def test_values_are_clipped_around_the_old_ones_on_both_sides() -> None:
+    # old 1, clip .5: 0 moves to .5, 1.5 from R = -1, so max(1, 2.25) / 2.
+    output = clipped_value_loss(row(0), row(1), row(-1), ONE, clip=0.5)
+    assert output.loss.item() == 1.125
+    assert output.metrics["value_clip_fraction"].item() == 1
+
+
 def test_values_near_the_old_ones_are_not_counted_as_clipped() -> None:
     generator = torch.Generator().manual_seed(0)
     old_values, returns = torch.randn(2, 100, 300, generator=generator)
@@ -669,3 +676,12 @@ def test_small_taus_are_allowed() -> None:
     # At r = 1 the value is -2 A / tau.
     output = sapo_loss(row(0, 0), row(0, 0), row(1, -1), BOTH, tau_positive=0.5, tau_negative=0.8)
     assert output.loss.item() == pytest.approx((-4 + 2.5) / 2, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", list(POLICY_LOSSES))
+def test_integers_are_refused(name: str) -> None:
+    for i in range(3):
+        inputs = [torch.zeros(1, 2)] * 3
+        inputs[i] = inputs[i].long()
+        with pytest.raises(ValueError, match="need floating point numbers"):
+            POLICY_LOSSES[name](*inputs, BOTH)
