@@ -140,9 +140,10 @@ def table_cases(sizes: Sizes) -> dict[str, Callable[[], Case]]:
 
     def beside_full(batch: int) -> Case:
         states, weight, ids = head(batch)
+        columns = ids[..., None]
         return Case(
             lambda x: chunked(x, weight, ids).sum(),
-            lambda x: token_logprobs(x @ weight.T, ids).sum(),
+            lambda x: (x @ weight.T).log_softmax(-1).gather(-1, columns).sum(),
             states,
             (weight,),
         )
@@ -172,8 +173,12 @@ def table_cases(sizes: Sizes) -> dict[str, Callable[[], Case]]:
         f"sequence_logprobs, half a mask | {size} | CPOTrainer.get_batch_logps": summed,
         f"token_entropy | {size} | entropy_from_logits": entropy,
         f"chunked_logprobs | (1, {states} | ChunkedLogProbFunction": beside_kernel,
-        f"chunked_logprobs | (1, {states} | (ours) token_logprobs": lambda: beside_full(1),
-        f"chunked_logprobs | (4, {states} | (ours) token_logprobs": lambda: beside_full(4),
+        f"chunked_logprobs | (1, {states} | torch log_softmax of all logits": lambda: beside_full(
+            1
+        ),
+        f"chunked_logprobs | (4, {states} | torch log_softmax of all logits": lambda: beside_full(
+            4
+        ),
     }
 
 

@@ -107,6 +107,8 @@ def change(pipeline: dict[str, Any]) -> None:
         "chat_template": "tokenizer",
         "max_prompt_tokens": 64,
         "max_response_tokens": 24,
+        "gradient_checkpointing": True,
+        "logits_chunk_tokens": 128,
     }
     chat = {"kind": "file", "prompt": "messages"}
     pipeline["data"] |= {
