@@ -240,7 +240,7 @@ def _head_gradient(
         table = _logprobs_gradient(grads[0][rows][None], logits, here, normaliser, temperature)
         if grads[1] is not None:
             table += _entropy_gradient(grads[1][rows][None], logits, entropy, temperature)
-        of_states[rows] = (table[0] @ weight).to(states.dtype)
+        of_states[rows] = table[0] @ weight
         _add_product_(of_weight, table[0].T, states[rows])
         of_bias += table[0].sum(dim=0)
     return of_states, of_weight, of_bias

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from rlhf.algos.advantages import best_of_group_advantages, token_rewards
-from rlhf.algos.logprobs import token_entropy, token_logprobs
+from rlhf.algos.logprobs import chunked_logprobs, token_entropy, token_logprobs
 from rlhf.algos.masking import last_index, mask_from_lengths, reduction_denominator
 from rlhf.algos.recurrent import td_mask
 from rlhf.algos.reward_model_losses import plackett_luce_loss
@@ -33,6 +33,9 @@ CALLS: dict[str, Callable[[], Any]] = {
     "best_of_group": lambda: best_of_group_advantages(NUMBERS, SCORES, MASK, 2)[:2],
     "token_logprobs": lambda: with_gradient(lambda x: token_logprobs(x, IDS)),
     "token_entropy": lambda: with_gradient(token_entropy),
+    "chunked_logprobs": lambda: with_gradient(
+        lambda x: chunked_logprobs(x, NUMBERS.new_ones(4, 3), IDS, MASK, chunk_size=2).logprobs
+    ),
     "mask_from_lengths": lambda: mask_from_lengths(MASK.sum(dim=1), 3),
     "last_index": lambda: last_index(MASK),
     "denominators": lambda: [
