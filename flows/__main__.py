@@ -40,7 +40,7 @@ def validate(
     ] = False,
 ) -> None:
     """Check pipeline.yaml; every problem is named at once."""
-    from rlhf import config
+    from rlhf import config, presets
     from rlhf.optimise.imported import check_imported
 
     pipeline = config.load("pipeline.yaml")
@@ -51,6 +51,10 @@ def validate(
         return
     rounds, candidates = len(pipeline.rounds), len(pipeline.candidates)
     print(f"pipeline.yaml is valid: {rounds} round(s), {candidates} candidate(s)")
+    for name, written in config.read_yaml("pipeline.yaml")["candidates"].items():
+        departures = presets.differences(written)
+        if departures:
+            print(f"  {name} is {written['algorithm']} but for " + ", ".join(departures))
 
 
 @app.command()

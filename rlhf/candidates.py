@@ -392,6 +392,13 @@ class RlCandidate(_Rollouts):
                 yield "resample_batches is about groups; set samples_per_prompt >= 2, or 0 batches"
             if imported and self.kl is not None and self.kl.zero_spread_groups is not None:
                 yield "kl.zero_spread_groups is about groups; set samples_per_prompt >= 2"
+        elif self.resample_batches and not imported and name not in GROUP_KINDS:
+            yield f"resample_batches is about groups, which advantage={name} has none of; set it to 0"
+        if name == "best_of_group" and (self.whiten_advantages or self.clip_advantages is not None):
+            yield (
+                "advantage=best_of_group gives every answer it keeps the advantage 1, which whitening "
+                "turns into 0 and clipping scales; leave both out"
+            )
         if not imported and (name in VALUE_KINDS) != (self.value is not None):
             yield (
                 f"value belongs to advantage={' or '.join(sorted(VALUE_KINDS))} and to no other; "
@@ -412,6 +419,12 @@ class RlCandidate(_Rollouts):
         if self.loss.kind in ON_POLICY_ONLY and self.epochs_per_step * self.minibatches > 1:
             yield (
                 f"loss={self.loss.kind} is on-policy only; set epochs_per_step: 1 and minibatches: 1"
+            )
+        chosen = self.advantage.kind == "best_of_group" or isinstance(self.advantage, Imported)
+        if self.loss.kind == "nll" and not chosen:
+            yield (
+                f"loss=nll fits chosen answers, and advantage={self.advantage.kind} chooses none; "
+                "use best_of_group, or loss: reinforce"
             )
         options = self.loss.arguments()
         if (

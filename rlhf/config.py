@@ -24,6 +24,7 @@ from rlhf.candidates import (
     IMPORTED,
     TIE_KINDS,
     Candidate,
+    Imported,
     RewardModelLoss,
 )
 from rlhf.candidates import AnyCandidate as AnyCandidate
@@ -478,11 +479,13 @@ def parse(raw: Mapping[str, Any], path: str = "pipeline.yaml") -> Pipeline:
     ]
     raw = resolved(raw)
     problems += _cross_checks(raw)
+    guessed = {p.split(".algorithm=")[0] for p in problems if "no preset of that name" in p}
     pipeline = None
     try:
         pipeline = Pipeline.model_validate(_string_keys(raw))
     except ValidationError as error:
-        problems = [*_readable(error), *problems]
+        told = [p for p in _readable(error) if p.partition(".kind: required")[0] not in guessed]
+        problems = [*told, *problems]
     if problems or pipeline is None:
         raise ConfigError(path, problems)
     return pipeline
@@ -590,6 +593,13 @@ def _cross_checks(raw: Mapping[str, Any]) -> Iterator[str]:
                 f"candidates.{name}.learns_from={body['learns_from']}: "
                 f"{source} is not {home} or an earlier round; use {home}/..."
             )
+        aggregate = _mapping(body, "aggregate").get("kind")
+        members = _mapping(_mapping(rounds, source), "reward_model").get("members")
+        if members == 1 and aggregate not in (None, "mean"):
+            yield (
+                f"candidates.{name}.aggregate={aggregate}: rounds.{source}.reward_model.members=1, and "
+                "of one member there is nothing to aggregate; use mean, or more members"
+            )
         buffer = _mapping(body, "truncated").get("buffer")
         limit = _mapping(raw, "model").get("max_response_tokens")
         if isinstance(buffer, int) and isinstance(limit, int) and buffer > limit:
@@ -635,7 +645,9 @@ def _readable(error: ValidationError) -> Iterator[str]:
         kind, value, context = item["type"], item["input"], item.get("ctx", {})
         shown = "" if isinstance(value, (dict, list, BaseModel)) else f"={value}"
         if kind == "extra_forbidden":
-            yield f"{path}: unknown key; {_suggest(place[-1], around)}"
+            own = any(issubclass(section, Imported) for section in around)
+            mend = "write it under options:" if own else _suggest(place[-1], around)
+            yield f"{path}: unknown key; {mend}"
         elif kind == "missing":
             yield f"{path}: required and missing; add it"
         elif kind == "literal_error" and item["loc"][-1] == "[key]":

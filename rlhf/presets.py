@@ -187,6 +187,29 @@ def resolve(candidate: Mapping[str, Any]) -> dict[str, Any]:
     return {**preset, **{k: _merged(preset.get(k), value) for k, value in written.items()}}
 
 
+def differences(candidate: Mapping[str, Any]) -> list[str]:
+    """Where a candidate departs from the preset it names: `key=its value (the preset's)`."""
+    preset = PRESETS.get(str(candidate.get("algorithm")), {})
+    return list(_differences(preset, resolve(candidate), ""))
+
+
+def _differences(preset: Mapping[str, Any], mine: Mapping[str, Any], place: str) -> Iterator[str]:
+    for key, value in preset.items():
+        other = mine.get(key)
+        if isinstance(value, dict) and isinstance(other, Mapping):
+            yield from _differences(value, other, f"{place}{key}.")
+        elif other != value:
+            yield f"{place}{key}={_short(other)} ({_short(value)})"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{k}: {_short(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_short, value)) + "]"
+    return "null" if value is None else str(value)
+
+
 def spelled_out_round(body: Mapping[str, Any]) -> dict[str, Any]:
     """A round as written, with a reward-model loss that is a name alone spelled out."""
     reward_model = body.get("reward_model")
@@ -215,7 +238,7 @@ def problems(name: str, candidate: Mapping[str, Any]) -> Iterator[str]:
     place = f"candidates.{name}"
     preset = PRESETS.get(algorithm)
     if preset is None:
-        close = difflib.get_close_matches(algorithm, PRESETS, n=1, cutoff=0.75)
+        close = difflib.get_close_matches(algorithm.lower(), PRESETS, n=1, cutoff=0.75)
         if close and "losses" not in candidate and "loss" not in candidate:
             yield f"{place}.algorithm={algorithm}: no preset of that name; did you mean {close[0]}?"
         return

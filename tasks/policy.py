@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +66,24 @@ def run(pipeline: config.Pipeline, name: str) -> None:
             Checkpoints(directory, tokenizer),
         )  # fmt: skip
         artifacts.write_json(directory / "candidate.json", candidate.model_dump(by_alias=True))
-        summary = KINDS[candidate.kind](job, candidate)
+        with _kept_on_failure(job, tokenizer):
+            summary = KINDS[candidate.kind](job, candidate)
         job.checkpoints.finish()
         artifacts.write_json(
             common.RUNS / candidate.round / "metrics" / f"{name}-policy.json", summary
         )
     clock.write()
+
+
+@contextlib.contextmanager
+def _kept_on_failure(job: Job, tokenizer: Any) -> Iterator[None]:
+    """A stage that fails loses its output; the last good weights go where the error says."""
+    try:
+        yield
+    except StageFailed as error:
+        kept = Path(".scratch/failed") / f"policy@{job.name}"
+        save_policy(job.policy, tokenizer, kept)
+        raise StageFailed(f"{error}\n  the last good weights are in {kept}") from error
 
 
 class Checkpoints:

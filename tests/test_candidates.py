@@ -138,6 +138,8 @@ def of_kind(table: str, kind: str, **options: Any) -> list[str]:
     changes: dict[str, Any] = {}
     if kind in candidates.VALUE_KINDS:
         changes["value"] = {}
+    if kind == "nll":
+        changes["advantage"] = "best_of_group"
     if table != "PREFERENCE_LOSSES":
         return rl(**{PLACES[table][1]: part}, **changes)
     if kind in candidates.REFERENCE_FREE:
@@ -308,7 +310,7 @@ def test_a_path_may_stand_where_functions_are_called_and_nowhere_else() -> None:
         (line,) = rl(**{place: own})
         assert line.startswith(f"candidates.r1-x.{place}.kind=my_pkg.mine: must be one of")
     assert rl(loss={"kind": "my_pkg.mine", "scale": 2.0}) == [
-        "candidates.r1-x.loss.scale: unknown key; remove it"
+        "candidates.r1-x.loss.scale: unknown key; write it under options:"
     ]
     (line,) = rl(loss={"kind": "my-pkg.mine"})
     assert line.startswith("candidates.r1-x.loss.kind=my-pkg.mine: string should match pattern")
@@ -552,6 +554,29 @@ def test_what_does_not_fit_in_pairs(changes: dict[str, Any], line: str) -> None:
 )
 def test_what_does_not_fit_in_own_pairs(changes: dict[str, Any], line: str) -> None:
     assert online(**changes) == [f"candidates.r1-z{line}"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"resample_batches": 2, "advantage": "reinforce"},
+            "resample_batches is about groups, which",
+        ),
+        ({"loss": "nll"}, "loss=nll fits chosen answers, and advantage=group_mean chooses none"),
+        (
+            {"loss": "nll", "advantage": "best_of_group", "whiten_advantages": True},
+            "advantage=best_of_group gives every answer it keeps the advantage 1",
+        ),
+        (
+            {"loss": "nll", "advantage": "best_of_group", "clip_advantages": 2.0},
+            "advantage=best_of_group gives every answer it keeps the advantage 1",
+        ),
+    ],
+)
+def test_parts_that_would_do_nothing_or_another_thing(changes: dict[str, Any], words: str) -> None:
+    (line,) = rl(**{"advantage": "group_mean", **changes})
+    assert words in line
 
 
 def test_what_does_fit() -> None:

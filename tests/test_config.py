@@ -708,3 +708,31 @@ def test_the_check_passes_where_gold_is_forbidden(tmp_path: Path) -> None:
         "p = config.load(); forbid(p.gold.path); config.check_files(p)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_one_member_has_nothing_to_aggregate() -> None:
+    changes = [put(f"{REWARD}.members", 1), put(f"{PPO}.aggregate", {"kind": "min"})]
+    assert problems(*changes) == [
+        f"{PPO}.aggregate=min: rounds.r1.reward_model.members=1, and of one member there is nothing to "
+        "aggregate; use mean, or more members"
+    ]
+    assert problems(put(f"{REWARD}.members", 1)) == []
+
+
+@pytest.mark.parametrize("name", ["dpo_", "dappo"])
+def test_a_preset_that_is_misspelt_is_told_once(name: str) -> None:
+    sizes = {k: v for k, v in RAW["candidates"]["r1-dpo"].items() if k not in ("kind", "losses")}
+    (line,) = problems(put(DPO, {**sizes, "algorithm": name.lower()}))
+    assert "no preset of that name; did you mean" in line
+
+
+def test_departures_from_a_preset_are_listed() -> None:
+    from rlhf import presets
+
+    assert presets.differences(RAW["candidates"]["r1-dpo"]) == []
+    changed = RAW["candidates"]["r1-grpo"] | {"algorithm": "dapo", "loss": {"clip_high": 0.2}}
+    found = presets.differences(changed)
+    assert "loss.clip_high=0.2 (0.28)" in found
+    assert "reduction=constant_length (token_mean)" in found
+    assert "kl={where: loss, estimator: k3, coef: 0.2} (null)" in found
+    assert presets.differences({"algorithm": "mine"}) == []

@@ -462,6 +462,7 @@ def reinforce_plus_plus_advantages(
 def _totals(rewards: Tensor, scores: Tensor, response_mask: Tensor) -> Tensor:
     """(B,) sums of rewards: they may carry a KL term, which scores do not; 0 without a token."""
     _check_scores(scores, response_mask)
+    check_floating(rewards)
     return masked_sum(rewards, response_mask, dim=1)
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
-from rlhf.algos.masking import check_devices, reduce, select, token_metric
+from rlhf.algos.masking import check_devices, check_floating, reduce, select, token_metric
 from rlhf.algos.types import LossOutput
 
 
@@ -30,6 +30,7 @@ def check_pairs(first: Tensor, *others: Tensor) -> None:
     """Raises ValueError unless all are (B,) of one length of at least 1, on one device."""
     if first.ndim != 1 or not len(first):
         raise ValueError(f"need at least one pair, as (B,); got shape {tuple(first.shape)}")
+    check_floating(first)
     for other in others:
         if other.shape != first.shape:
             raise ValueError(f"shapes differ: {tuple(first.shape)}, {tuple(other.shape)}")

@@ -251,6 +251,9 @@ def pair_parts(
         part = parts.resolve(PREFERENCE_LOSSES, term.kind, "losses")
         parts.check(part, f"losses: {term.kind}", available, term.arguments(), {"denominator"})
         found.append((term, part))
+    reads = {name for _, part in found for name in parts.inputs(part)}
+    if has_reference and not reads & (OF_REFERENCE | OF_REFERENCE_EXAMPLES):
+        raise ValueError(f"reference={settings.reference}: no loss reads it; set it to none")
     return found
 
 

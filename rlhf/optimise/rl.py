@@ -200,6 +200,11 @@ class RlTrainer:
             },
             **s.advantage.arguments(),
         )
+        if values is not None and estimated.returns is None:
+            raise StageFailed(
+                f"advantage={s.advantage.kind} reads values and returned none to learn from\n"
+                "  rule: Advantages.returns is the critic's target, (B, T)"
+            )
         if estimated.state is not None:
             self.advantage_state = estimated.state
         keep = torch.ones_like(ended)
@@ -500,6 +505,8 @@ def rl_parts(settings: config.RlCandidate, *, has_critic: bool) -> tuple[Any, An
     parts.check(
         estimator, f"advantage={settings.advantage.kind}", available, settings.advantage.arguments()
     )
+    if has_critic and not {"values", "final_values"}.intersection(parts.inputs(estimator)):
+        raise ValueError(f"advantage={settings.advantage.kind} reads no values; set value: null")
     loss = parts.resolve(POLICY_LOSSES, settings.loss.kind, "loss")
     parts.check(
         loss,

@@ -147,16 +147,20 @@ def test_a_preference_loss_that_does_not_fit_is_refused(own: Any) -> None:
         preference_trainer({"kind": "users_parts.bare"})
 
 
-def preference_trainer(*losses: dict[str, Any]) -> PreferenceTrainer:
+def preference_trainer(*losses: dict[str, Any], reference: str = "none") -> PreferenceTrainer:
     start = tiny.llama()
     return PreferenceTrainer(
         tiny.preference_candidate(
-            losses=list(losses), epochs=16, batch_size=16, learning_rate=3e-3
+            losses=list(losses),
+            reference=reference,
+            epochs=16,
+            batch_size=16,
+            learning_rate=3e-3,
         ),
         tiny.model_settings(),
         policy=tiny.llama(),
         start=start,
-        reference=start,
+        reference=None if reference == "none" else start,
         pairs=tiny.consistent_pairs(),
         pad_id=tiny.PAD,
         seed=0,
@@ -181,3 +185,9 @@ def test_a_preference_loss_of_ones_own_learns(own: Any) -> None:
     assert metrics[0]["policy/gap"] == pytest.approx(sum(gaps) / 16, abs=1e-3)
     assert metrics[-1]["policy/gap"] == pytest.approx(6.0, abs=1.5)
     assert metrics[-1]["policy/loss"] < 0.2 * metrics[0]["policy/loss"]
+
+
+def test_a_reference_that_no_loss_reads_is_refused(own: Any) -> None:
+    term = {"kind": "users_parts.squared", "options": {"goal": 6.0}}
+    with pytest.raises(ValueError, match="reference=previous: no loss reads it; set it to none"):
+        preference_trainer(term, reference="previous")

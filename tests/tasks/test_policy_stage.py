@@ -184,3 +184,21 @@ def test_each_reference_is_the_policy_its_name_says(
     assert found["ema"] is not None
     assert found["ema"] is not job.start
     assert tiny.same_weights(found["ema"], tiny.weights_of(job.start))
+
+
+def test_a_run_that_fails_leaves_its_last_good_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the stage had written is removed with its output; the weights are kept beside it, and named."""
+    monkeypatch.chdir(tmp_path)
+    job = new_job(tmp_path / "out")
+    with torch.no_grad():
+        for parameter in job.policy.parameters():
+            parameter.add_(0.01)
+    with pytest.raises(StageFailed, match=r"broken\n  the last good weights are in .*policy@r1-x"):
+        with stage._kept_on_failure(job, tiny.tokenizer()):
+            raise StageFailed("broken")
+    kept = load_policy(Path(".scratch/failed/policy@r1-x"), tiny.CPU)
+    assert tiny.same_weights(kept, tiny.weights_of(job.policy))
+    with stage._kept_on_failure(job, tiny.tokenizer()):
+        pass
