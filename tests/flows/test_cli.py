@@ -89,7 +89,9 @@ def test_the_resolved_file_reads_back_as_the_same_pipeline(project: Path, flows:
     assert plain.returncode == 0
     first, ppo, _ = plain.stdout.splitlines()
     assert first == "pipeline.yaml is valid: 1 round(s), 2 candidate(s)"
-    assert ppo.startswith("  r1-ppo is ppo but for reduction=constant_length (token_mean), kl.coef=")
+    assert ppo.startswith(
+        "  r1-ppo is ppo but for reduction=constant_length (token_mean), kl.coef="
+    )
 
 
 def test_resolved_does_not_show_a_file_that_is_wrong(project: Path, flows: Flows) -> None:
