@@ -27,6 +27,7 @@ from rlhf.algos.policy_losses import (
     sapo_loss,
 )
 from rlhf.algos.preference_losses import PREFERENCE_LOSSES
+from rlhf.algos.reward_model_losses import bradley_terry_loss
 from rlhf.algos.truncation import TRUNCATION
 from rlhf.algos.types import LossOutput
 
@@ -415,3 +416,17 @@ def test_equal_scores_teach_reinforce_plus_plus_nothing() -> None:
 def test_integers_are_refused(compute: Callable[[], object]) -> None:
     with pytest.raises(ValueError, match="floating"):
         compute()
+
+
+@pytest.mark.parametrize("name", ["bradley_terry", "sft", "orpo", "best_of_group"])
+def test_integers_are_refused_and_not_cut_off(name: str) -> None:
+    ints = torch.tensor([-1, -2])
+    table, mask = torch.ones(2, 3, dtype=torch.long), torch.ones(2, 3, dtype=torch.bool)
+    calls = {
+        "bradley_terry": lambda: bradley_terry_loss(ints, ints),
+        "sft": lambda: PREFERENCE_LOSSES["sft"](ints),
+        "orpo": lambda: PREFERENCE_LOSSES["orpo"](ints, ints),
+        "best_of_group": lambda: ADVANTAGES["best_of_group"](table, ints.float(), mask, 2),
+    }
+    with pytest.raises(ValueError, match=r"need floating point numbers, got torch\.int64"):
+        calls[name]()
