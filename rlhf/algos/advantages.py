@@ -15,8 +15,9 @@ It returns `Advantages`, not whitened unless it says so. A response without a to
 zeros. Group estimators compare the sums of rewards (so a KL term in the reward counts), give every
 token of a response the same advantage, exactly 0 in a group without spread, and report
 `zero_spread_groups` in [0, 1]: the share of groups whose raw scores are all equal, where a response
-without a token scores 0. All raise ValueError if shapes or devices differ, an option is out of
-bounds, or groups do not form. Everything here is a constant to the losses: no gradient flows.
+without a token scores 0. All raise ValueError if shapes or devices differ, no token is
+selected, an option is out of bounds, or groups do not form. Everything here is a constant to the
+losses: no gradient flows.
 """
 
 import math
@@ -113,6 +114,7 @@ def gae(
     _check_discount("gamma", gamma)
     _check_discount("gae_lambda", gae_lambda)
     check_floating(rewards, values)
+    _check_not_empty(response_mask)
     rewards, values = select(rewards, response_mask), select(values, response_mask)
     next_value, next_advantage = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])
     if final_values is not None:
@@ -145,6 +147,12 @@ def reward_to_go(rewards: Tensor, response_mask: Tensor, *, gamma: float) -> Ten
     # A value function that is 0 everywhere turns GAE with lambda 1 into the discounted sum.
     nothing = torch.zeros_like(rewards)
     return gae(rewards, nothing, response_mask, gamma=gamma, gae_lambda=1.0)[0]
+
+
+def _check_not_empty(response_mask: Tensor) -> None:
+    """A response without a token is a row of zeros; a batch without one is a mistake."""
+    if not bool(response_mask.any()):
+        raise ValueError("the mask selects nothing, so there is no advantage")
 
 
 def _check_discount(name: str, value: float) -> None:
@@ -425,8 +433,7 @@ def ema_baseline_advantages(
         gamma: in [0, 1].
         decay: in [0, 1); the mean reaches back about 1 / (1 - decay) batches, 0 for the last alone.
 
-    Returns: Advantages with state and the metric baseline, in units of the reward. A batch without
-        a response token leaves the mean as it is.
+    Returns: Advantages with state and the metric baseline, in units of the reward.
     """
     if not 0 <= decay < 1:
         raise ValueError(f"decay must lie in [0, 1), got {decay}")
@@ -435,9 +442,8 @@ def ema_baseline_advantages(
     returns = reward_to_go(rewards, response_mask, gamma=gamma)
     state = state.to(returns) if len(state) else returns.new_zeros(2)
     baseline = torch.where(state[1] > 0, state[0] / state[1], 0)
-    if bool(response_mask.any()):
-        mean = masked_mean(returns, response_mask)
-        state = decay * state + (1 - decay) * torch.stack([mean, torch.ones_like(mean)])
+    mean = masked_mean(returns, response_mask)
+    state = decay * state + (1 - decay) * torch.stack([mean, torch.ones_like(mean)])
     advantages = select(returns - baseline, response_mask)
     return Advantages(advantages, None, {"baseline": baseline}, state=state)
 
@@ -463,6 +469,7 @@ def _totals(rewards: Tensor, scores: Tensor, response_mask: Tensor) -> Tensor:
     """(B,) sums of rewards: they may carry a KL term, which scores do not; 0 without a token."""
     _check_scores(scores, response_mask)
     check_floating(rewards)
+    _check_not_empty(response_mask)
     return masked_sum(rewards, response_mask, dim=1)
 
 

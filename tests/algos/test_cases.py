@@ -430,3 +430,17 @@ def test_integers_are_refused_and_not_cut_off(name: str) -> None:
     }
     with pytest.raises(ValueError, match=r"need floating point numbers, got torch\.int64"):
         calls[name]()
+
+
+@pytest.mark.parametrize("name", list(ADVANTAGES))
+def test_a_batch_without_a_token_has_no_advantage(name: str) -> None:
+    table, mask = torch.ones(4, 3), torch.zeros(4, 3, dtype=torch.bool)
+    available = {
+        "rewards": table, "scores": torch.ones(4), "values": table, "final_values": torch.ones(4),
+        "response_mask": mask, "group_size": 2, "state": torch.zeros(0),
+    }  # fmt: skip
+    options = {"constant_baseline": {"baseline": 0.0}}.get(name, {})
+    with pytest.raises(ValueError, match="the mask selects nothing, so there is no advantage"):
+        parts.call(ADVANTAGES[name], available, **options)
+    mask[1, 0] = True
+    assert parts.call(ADVANTAGES[name], available, **options).advantages.shape == (4, 3)
