@@ -224,15 +224,15 @@ def _head_gradient(
     constants: tuple[Tensor, Tensor],
     temperature: float,
     chunk_size: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of states (N, H), weight (V, H) and bias (V,), summed up chunk by chunk in place.
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of states (N, H), weight (V, H) and any bias (V,), summed up chunk by chunk in place.
 
     Args:
         grads: (N,) of the log-probs, and of the entropies or None.
         constants: (N,) log-sum-exp and entropy of the forward pass.
     """
     of_states, of_weight = torch.empty_like(states), torch.zeros_like(weight)
-    of_bias = weight.new_zeros(len(weight))
+    of_bias = None if bias is None else torch.zeros_like(bias)
     for start in range(0, len(states), chunk_size):
         rows = slice(start, start + chunk_size)
         logits, here = _project(states[rows], weight, bias), ids[rows][None]
@@ -242,7 +242,8 @@ def _head_gradient(
             table += _entropy_gradient(grads[1][rows][None], logits, entropy, temperature)
         of_states[rows] = table[0] @ weight
         _add_product_(of_weight, table[0].T, states[rows])
-        of_bias += table[0].sum(dim=0)
+        if of_bias is not None:
+            of_bias += table[0].sum(dim=0)
     return of_states, of_weight, of_bias
 
 
@@ -291,10 +292,10 @@ class _ChunkedHead(torch.autograd.Function):
         grads = grad, entropy_grad if ctx.entropy_gradient else None
         device, dtype, enabled = ctx.autocast
         with torch.autocast(device, dtype=dtype, enabled=enabled):
-            of_states, of_weight, of_bias = _head_gradient(
+            gradients = _head_gradient(
                 grads, states, weight, bias, ids, (normaliser, entropy), *ctx.options
             )
-        return of_states, of_weight, None if bias is None else of_bias, None, None, None, None
+        return *gradients, None, None, None, None
 
 
 class ChunkedLogprobs(NamedTuple):

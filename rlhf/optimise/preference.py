@@ -235,7 +235,9 @@ class OnlinePreferenceTrainer:
         chosen, rejected = best[decided], worst[decided]
         sides = sequences.select(chosen), sequences.select(rejected)
         ref: list[Tensor | None] = [None, None]
-        if self.reference is not None and not self.objective.moving:
+        if self.reference is self.start:
+            ref = [start[chosen], start[rejected]]
+        elif self.reference is not None and not self.objective.moving:
             size = s.micro_batch_size
             ref = [self.objective.all_logps(self.reference, side, size) for side in sides]
         pairs = Pairs(
