@@ -119,7 +119,7 @@ def heldout_loss(
     with torch.inference_mode():
         for rows in by_length(sequences, batch_size):
             part = sequences.select(rows)
-            logprobs = logprobs_of(model, part, settings, chunk_tokens=settings.logits_chunk_tokens)
+            logprobs = logprobs_of(model, part, settings)
             total -= float(masked_sum(logprobs, part.response_mask))
     model.train()
     return total / int(sequences.response_mask.sum())
@@ -163,9 +163,7 @@ def _update(
 
     def share(micro: list[int]) -> LossOutput:
         part = train.select(micro)
-        logprobs = logprobs_of(
-            model, part, model_settings, chunk_tokens=model_settings.logits_chunk_tokens
-        )
+        logprobs = logprobs_of(model, part, model_settings)
         return LossOutput(reduce(-logprobs, part.response_mask, denominator=num_tokens), {})
 
     parts = chunks(rows, settings.micro_batch_size)

@@ -53,23 +53,23 @@ def token_stats(
     model: config.Model,
     *,
     temperature: float = 1.0,
-    chunk_tokens: int | None = None,
     with_entropy: bool = False,
     entropy_gradient: bool = True,
 ) -> TokenStats:
     """One forward pass's numbers at every response token; what stands outside the mask is unspecified.
 
     Args:
+        model: dtype, and logits_chunk_tokens, the tokens that are projected onto the vocabulary at a
+            time, which bounds memory; None: all at once. The same to the last bits of float32, not to
+            the bit.
         temperature: > 0, on both.
-        chunk_tokens: tokens that are projected onto the vocabulary at a time, which bounds memory;
-            None: all at once. The same to the last bits of float32, not to the bit.
         with_entropy: whether the entropy is computed.
         entropy_gradient: whether it carries one; autograd keeps tables of (B, T, V) for it.
 
-    Raises: BadInput if `chunk_tokens` is given and the model's head is not linear.
+    Raises: BadInput if `logits_chunk_tokens` is given and the model's head is not linear.
     """
     with precision(model, sequences.prompt_ids.device):
-        if chunk_tokens is not None:
+        if model.logits_chunk_tokens is not None:
             hidden = response_hidden(policy, sequences)
             weight, bias = head_of(policy)
             found = chunked_logprobs(
@@ -79,7 +79,7 @@ def token_stats(
                 sequences.response_mask,
                 bias=bias,
                 temperature=temperature,
-                chunk_size=chunk_tokens,
+                chunk_size=model.logits_chunk_tokens,
                 entropy_gradient=with_entropy and entropy_gradient,
             )
             return TokenStats(found.logprobs, found.entropy if with_entropy else None)
@@ -97,13 +97,9 @@ def logprobs_of(
     sequences: Sequences,
     model: config.Model,
     temperature: float = 1.0,
-    *,
-    chunk_tokens: int | None = None,
 ) -> Tensor:
     """(B, T) log-probs in nats of the response tokens under the policy; see `token_stats`."""
-    return token_stats(
-        policy, sequences, model, temperature=temperature, chunk_tokens=chunk_tokens
-    ).logprobs
+    return token_stats(policy, sequences, model, temperature=temperature).logprobs
 
 
 @dataclass(frozen=True)

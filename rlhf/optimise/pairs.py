@@ -92,10 +92,7 @@ class PairObjective:
 
     def logps(self, policy: PreTrainedModel, part: Sequences) -> Tensor:
         """(B,) log-prob of each whole response, nats; float64, so that padding does not change a sum."""
-        logprobs = logprobs_of(
-            policy, part, self.model, self.temperature,
-            chunk_tokens=self.model.logits_chunk_tokens,
-        )  # fmt: skip
+        logprobs = logprobs_of(policy, part, self.model, self.temperature)
         return masked_sum(logprobs.double(), part.response_mask, dim=1)
 
     @torch.no_grad()

@@ -265,10 +265,7 @@ class OnlinePreferenceTrainer:
         return {key: sum(m[key] for m in found) / len(found) for key in found[0]}
 
     def _logprobs(self, policy: PreTrainedModel, part: Sequences) -> Tensor:
-        return logprobs_of(
-            policy, part, self.model, self.settings.temperature,
-            chunk_tokens=self.model.logits_chunk_tokens,
-        )  # fmt: skip
+        return logprobs_of(policy, part, self.model, self.settings.temperature)
 
 
 def chosen_falls(history: Sequence[Mapping[str, float]], window: int = 20) -> float | None:

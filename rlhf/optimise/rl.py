@@ -316,13 +316,7 @@ class RlTrainer:
         return mask & has_spread(scores, self.settings.samples_per_prompt)[:, None]
 
     def _logprobs(self, policy: PreTrainedModel, part: Sequences) -> Tensor:
-        return logprobs_of(
-            policy,
-            part,
-            self.model,
-            self.settings.temperature,
-            chunk_tokens=self.model.logits_chunk_tokens,
-        )
+        return logprobs_of(policy, part, self.model, self.settings.temperature)
 
     def _values(self, part: Sequences) -> Tensor:
         assert self.critic is not None
@@ -452,7 +446,6 @@ class RlTrainer:
                 part,
                 self.model,
                 temperature=s.temperature,
-                chunk_tokens=self.model.logits_chunk_tokens,
                 with_entropy=True,
                 entropy_gradient=wanted,
             )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rlhf import config
 from rlhf.algos.logprobs import token_entropy
 from rlhf.errors import BadInput
 from rlhf.models.policy import response_logits
@@ -17,6 +18,12 @@ from rlhf.models.sequences import Sequences
 from rlhf.optimise.forward import by_length, divergence, logprobs_of, scatter, token_stats
 
 SETTINGS = tiny.model_settings()
+
+
+def in_chunks(tokens: int | None, settings: config.Model = SETTINGS) -> config.Model:
+    return settings.model_copy(update={"logits_chunk_tokens": tokens})
+
+
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [4, 4], [8]]
 RESPONSES = [[11, 12, 13, 1], [14], [15, 16], [17, 18, 19, 3, 5, 1], [3, 3]]
 
@@ -123,9 +130,8 @@ def test_chunks_have_the_values_of_all_at_once(chunk_tokens: int, temperature: f
     found = token_stats(
         model,
         sequences,
-        SETTINGS,
+        in_chunks(chunk_tokens),
         temperature=temperature,
-        chunk_tokens=chunk_tokens,
         with_entropy=True,
     )
     assert whole.entropy is not None and found.entropy is not None
@@ -134,7 +140,7 @@ def test_chunks_have_the_values_of_all_at_once(chunk_tokens: int, temperature: f
     torch.testing.assert_close(found.entropy[mask], whole.entropy[mask], atol=1e-5, rtol=0)
     # The shorter name computes the same.
     assert torch.equal(logprobs_of(model, sequences, SETTINGS, temperature), whole.logprobs)
-    chunked = logprobs_of(model, sequences, SETTINGS, temperature, chunk_tokens=chunk_tokens)
+    chunked = logprobs_of(model, sequences, in_chunks(chunk_tokens), temperature)
     assert torch.equal(chunked, found.logprobs)
 
 
@@ -146,9 +152,9 @@ def test_entropy_is_that_of_the_logits_and_absent_unless_asked_for() -> None:
     expected = token_entropy(response_logits(model, sequences), temperature=0.7)
     assert torch.equal(found, expected)
     for chunk_tokens in (None, 2):
-        stats = token_stats(model, sequences, SETTINGS, chunk_tokens=chunk_tokens)
+        stats = token_stats(model, sequences, in_chunks(chunk_tokens))
         assert stats.entropy is None
-        at_one = token_stats(model, sequences, SETTINGS, temperature=1.0, chunk_tokens=chunk_tokens)
+        at_one = token_stats(model, sequences, in_chunks(chunk_tokens), temperature=1.0)
         assert torch.equal(stats.logprobs, at_one.logprobs)
 
 
@@ -161,7 +167,7 @@ def test_padding_side_does_not_change_them(tied: bool, chunk_tokens: int | None)
     assert alone.entropy is not None
     for left, right in ((4, 0), (0, 3), (2, 5)):
         padded = token_stats(
-            model, laid_out(left, right), SETTINGS, chunk_tokens=chunk_tokens, with_entropy=True
+            model, laid_out(left, right), in_chunks(chunk_tokens), with_entropy=True
         )
         assert padded.entropy is not None
         torch.testing.assert_close(padded.logprobs[:, :5], alone.logprobs, atol=1e-5, rtol=0)
@@ -174,7 +180,7 @@ def gradients(
     """Of a loss that weighs every token differently, with or without an entropy term."""
     model.zero_grad()
     stats = token_stats(
-        model, sequences, SETTINGS, chunk_tokens=chunk_tokens, temperature=0.8, with_entropy=True
+        model, sequences, in_chunks(chunk_tokens), temperature=0.8, with_entropy=True
     )
     assert stats.entropy is not None
     mask = sequences.response_mask
@@ -223,14 +229,13 @@ def test_a_tied_weight_gets_the_gradient_of_both_its_uses(chunk_tokens: int | No
 @pytest.mark.parametrize("chunk_tokens", [None, 3])
 def test_the_entropy_carries_a_gradient_unless_told_otherwise(chunk_tokens: int | None) -> None:
     model = tiny.llama()
-    stats = token_stats(model, batch(), SETTINGS, chunk_tokens=chunk_tokens, with_entropy=True)
+    stats = token_stats(model, batch(), in_chunks(chunk_tokens), with_entropy=True)
     assert stats.entropy is not None and stats.entropy.requires_grad
     for wanted in (True, False):
         stats = token_stats(
             model,
             batch(),
-            SETTINGS,
-            chunk_tokens=chunk_tokens,
+            in_chunks(chunk_tokens),
             with_entropy=True,
             entropy_gradient=wanted,
         )
@@ -238,7 +243,7 @@ def test_the_entropy_carries_a_gradient_unless_told_otherwise(chunk_tokens: int 
         assert stats.entropy.requires_grad == wanted
         assert stats.logprobs.requires_grad
     with torch.no_grad():
-        stats = token_stats(model, batch(), SETTINGS, chunk_tokens=chunk_tokens, with_entropy=True)
+        stats = token_stats(model, batch(), in_chunks(chunk_tokens), with_entropy=True)
     assert stats.entropy is not None and not stats.entropy.requires_grad
 
 
@@ -248,8 +253,8 @@ def test_the_first_ratio_is_exactly_1(chunk_tokens: int | None, dtype: str) -> N
     """Constants are computed without a graph, training with one: the same bits."""
     model, settings = tiny.llama(), tiny.model_settings(dtype=dtype)
     with torch.no_grad():
-        old = token_stats(model, batch(), settings, chunk_tokens=chunk_tokens).logprobs
-    new = token_stats(model.train(), batch(), settings, chunk_tokens=chunk_tokens).logprobs
+        old = token_stats(model, batch(), in_chunks(chunk_tokens, settings)).logprobs
+    new = token_stats(model.train(), batch(), in_chunks(chunk_tokens, settings)).logprobs
     mask = batch().response_mask
     assert torch.equal(new[mask], old[mask])
 
@@ -259,7 +264,7 @@ def test_chunks_under_bfloat16_are_those_of_all_at_once() -> None:
     """The head multiplies in bfloat16 in both, and what follows is float32."""
     model, settings = tiny.llama(), tiny.model_settings(dtype="bfloat16")
     whole = logprobs_of(model, batch(), settings)
-    found = logprobs_of(model, batch(), settings, chunk_tokens=3)
+    found = logprobs_of(model, batch(), in_chunks(3, settings))
     assert found.dtype == torch.float32
     mask = batch().response_mask
     torch.testing.assert_close(found[mask], whole[mask], atol=1e-4, rtol=0)
@@ -272,7 +277,7 @@ def test_chunks_of_a_model_whose_head_is_not_linear_are_refused() -> None:
     model.lm_head.register_forward_hook(lambda module, inputs, output: output.tanh())
     token_stats(model, batch(), SETTINGS)
     with pytest.raises(BadInput, match="logits_chunk_tokens"):
-        token_stats(model, batch(), SETTINGS, chunk_tokens=3)
+        token_stats(model, batch(), in_chunks(3))
 
 
 @torch.no_grad()
@@ -292,11 +297,11 @@ def test_chunks_never_hold_a_table_of_all_tokens(monkeypatch: pytest.MonkeyPatch
             return result
 
     sequences = batch()
-    token_stats(model, sequences, SETTINGS, chunk_tokens=4, with_entropy=True)  # examines the head
+    token_stats(model, sequences, in_chunks(4), with_entropy=True)  # examines the head
     for chunk_tokens, most in ((4, 4), (None, sequences.response_ids.numel())):
         rows.clear()
         with Watch():
-            token_stats(model, sequences, SETTINGS, chunk_tokens=chunk_tokens, with_entropy=True)
+            token_stats(model, sequences, in_chunks(chunk_tokens), with_entropy=True)
         # The head's weight (V, H) transposed has V columns, too: H of them is one view.
         assert max(row for row in rows if row != 32) >= most
         if chunk_tokens is not None:
