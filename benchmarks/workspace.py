@@ -30,6 +30,15 @@ def environment() -> dict[str, str]:
 
 def create(folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
     """A folder with pipeline.yaml (the default, changed), dvc.yaml and DVC without git; kept if it is there."""
+    write(folder, change)
+    if not (folder / ".dvc").is_dir():
+        run(folder, "dvc", "init", "--no-scm", "--quiet")
+        run(folder, "dvc", "config", "core.analytics", "false")
+    return folder
+
+
+def write(folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """The folder without DVC's own: enough for stages that are run by `python -m tasks.<stage>`."""
     folder.mkdir(parents=True, exist_ok=True)
     yaml = YAML()
     yaml.width = 4096
@@ -41,9 +50,6 @@ def create(folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
     shutil.copyfile(ROOT / "dvc.yaml", folder / "dvc.yaml")
     (folder / "world.txt").write_text(f"{pipeline['data']['world']}\n", encoding="utf-8")
     (folder / ".dvcignore").write_text("__pycache__\n.scratch\nmlartifacts\n", encoding="utf-8")
-    if not (folder / ".dvc").is_dir():
-        run(folder, "dvc", "init", "--no-scm", "--quiet")
-        run(folder, "dvc", "config", "core.analytics", "false")
     return folder
 
 
@@ -82,3 +88,38 @@ def small(pipeline: dict[str, Any]) -> None:
     candidates["r1-grpo"] |= {"steps": 6, "checkpoint_every": 3}
     candidates["r1-dpo"] |= {"epochs": 1, "pairs_per_group": 1, "checkpoint_every": 6}
     pipeline["evaluation"] |= {"final_samples_per_prompt": 13}
+
+
+def minimal(pipeline: dict[str, Any]) -> None:
+    """Every stage works, on as little as that takes: a round is a few seconds of computing. Little is learned."""
+    small(pipeline)
+    pipeline["model"]["demo"] |= {
+        "hidden_size": 32, "num_layers": 1, "num_heads": 2, "intermediate_size": 48
+    }  # fmt: skip
+    pipeline["data"]["world_options"] = {
+        "num_things": 4, "num_demonstrations": 480, "num_heldout": 64
+    }  # fmt: skip
+    threads = pipeline["resources"]["threads"]
+    threads |= dict.fromkeys(threads, 1)
+    pipeline["resources"]["checkpoints"] |= {"every_steps": 3}
+    pipeline["sft"] |= {"warmup_steps": 4, "evaluate_every": 6}
+    first = pipeline["rounds"]["r1"]
+    first["preferences"] |= {
+        "num_groups": 64, "num_heldout_groups": 24, "samples_per_prompt": 3, "sampling_batch_size": 48
+    }  # fmt: skip
+    first["reward_model"] |= {
+        "members": 2, "epochs": 2, "groups_per_batch": 16, "micro_batch_size": 16, "warmup_steps": 2,
+        "num_reference_samples": 32,
+    }  # fmt: skip
+    candidates = pipeline["candidates"]
+    sizes = {"prompts_per_step": 16, "micro_batch_size": 8, "checkpoint_every": 3}
+    candidates["r1-ppo"] |= {**sizes, "steps": 6}
+    candidates["r1-ppo"]["value"]["warmup_steps"] = 2
+    candidates["r1-grpo"] |= {**sizes, "steps": 6, "prompts_per_step": 4, "samples_per_prompt": 4}
+    candidates["r1-dpo"] |= {
+        "batch_size": 16, "micro_batch_size": 16, "warmup_steps": 2, "checkpoint_every": 4
+    }  # fmt: skip
+    pipeline["evaluation"] |= {
+        "choose_samples_per_prompt": 1, "report_samples_per_prompt": 1, "final_samples_per_prompt": 2,
+        "sampling_batch_size": 32, "num_bootstrap": 100, "num_shown": 4,
+    }  # fmt: skip

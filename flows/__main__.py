@@ -12,13 +12,17 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows import environment
+from flows import environment, round_commands
 from rlhf.errors import BadInput, StageFailed, explain
+
+if TYPE_CHECKING:
+    from flows.session import Session
 
 environment.prepare()
 
@@ -28,8 +32,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Declarative rounds of RLHF: check, plan, run and look.",
 )
+app.add_typer(round_commands.app, name="round")
 
 _CTRL_C = 130
+_WAITS = 3  # for a person
+_WIDTH = 120  # columns that the table of rounds takes
 RoundOption = Annotated[str | None, typer.Option("--round", help="Like r1; default: the last one.")]
 
 
@@ -59,44 +66,96 @@ def validate(
 
 @app.command()
 def plan(
-    round: RoundOption = None,
+    round: Annotated[
+        str | None, typer.Option("--round", help="Like r3, with all it depends on. Default: all.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also name each stage that is up to date.")
+    ] = False,
 ) -> None:
-    """Show which stages would run now, in which order, and why."""
-    from flows.plan import make_plan
+    """Show which stages would run now, in which order, why, for how long and at what cost."""
+    from flows import plan_view
     from rlhf import config
 
-    config.load("pipeline.yaml")
-    stages = make_plan(f"promote@{round}" if round else None)
+    found = plan_view.look(round, config.load("pipeline.yaml"))
     if as_json:
-        print(json.dumps([stage.as_dict() for stage in stages], indent=2))
+        print(json.dumps(found.as_dict(), indent=2))
         return
     from rich.console import Console
 
-    console = Console(highlight=False)
-    for stage in stages:
-        mark = "[bold yellow]run [/]" if stage.runs else "[green]keep[/]"
-        console.print(f"{mark} {stage.name}")
-        console.print(f"       reads {', '.join(stage.inputs)}", style="dim", markup=False)
-        for reason in stage.reasons:
-            console.print(f"       {reason}", style="dim", markup=False)
-    num = sum(stage.runs for stage in stages)
-    console.print(f"{num} of {len(stages)} stages would run", style="bold")
+    for part in found.parts(everything=everything):
+        Console(highlight=False).print(part)
+
+
+@app.command("try")
+def try_command(
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="Values to try: candidates.r2-ppo.kl.coef=0.01,0.05. Several: every combination.",
+        ),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Of the try. Default: its candidates' names.")
+    ] = None,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Leave the trained policies in the try's folder.")
+    ] = False,
+    limit: Annotated[int, typer.Option(help="The most combinations.")] = 16,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Try other settings of a round's candidates, beside the round: nothing of it changes."""
+    from flows import try_command as command
+
+    _show_warnings()
+    command.carry_out(settings or [], name=name, keep=keep, limit=limit, as_json=as_json)
 
 
 @app.command()
-def run(round: RoundOption = None) -> None:
-    """Run a round to its decision, here and now; a new name is first appended to pipeline.yaml."""
+def run(
+    round: Annotated[
+        str | None,
+        typer.Option(
+            "--round",
+            help="Like r2; appended if it is new. Default: the last one if unfinished, else the next.",
+        ),
+    ] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="A setting of an appended round: candidates.ppo.kl.coef=0.02"),
+    ] = None,
+    template: Annotated[
+        str | None,
+        typer.Option("--from-template", help="The round an appended one is made from."),
+    ] = None,
+    commit: Annotated[
+        str,
+        typer.Option(help="Commit the decided round to git: always | able (if possible) | never."),
+    ] = "always",
+    allow_dirty: Annotated[
+        bool, typer.Option("--allow-dirty", help="Commit other changes of pipeline.yaml with it.")
+    ] = False,
+) -> None:
+    """Run a round to its decision, here and now.
+
+    Exit code 3: it waits for a person's decision.
+    """
     from flows import server
-    from flows.report import print_report
-    from flows.session import open_session
+    from flows.rounds import parse_overrides
+    from flows.session import Request, open_session
 
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     _show_warnings()
-    with open_session(round) as session:
+    overrides = parse_overrides(changes) if changes else None
+    request = Request(round, overrides, template, allow_dirty, commit)  # type: ignore[arg-type]
+    with open_session(request) as session:
         if not session.anything_to_run:
             print(f"{session.round}: everything is up to date")
-            print_report(session.pipeline, session.round)
+            if session.status != "awaiting":
+                session.conclude()
+            _end_of_run(session)
             return
         prefect_server = server.for_run()
         try:
@@ -112,21 +171,81 @@ def run(round: RoundOption = None) -> None:
             session.display.close()
             if not state.is_completed():
                 raise StageFailed(_explain(state))
-            print_report(session.pipeline, session.round)
+            _end_of_run(session)
         finally:
             session.runner.end_all()
             prefect_server.stop()
 
 
-@app.command("round-add")
-def round_add(name: str) -> None:
-    """Append a round to pipeline.yaml, made from the last one."""
-    from flows.rounds import append_round
-    from flows.runner import workspace_lock
+def _end_of_run(session: Session) -> None:
+    """The report, and what became of the commit; code 3 if it is a person's turn."""
+    from flows.report import print_report
 
-    with workspace_lock():
-        changed = append_round("pipeline.yaml", name)
-    print(f"{name} added to pipeline.yaml" if changed else f"{name} is already in pipeline.yaml")
+    print_report(session.pipeline, session.round)
+    if session.committed:
+        print(session.committed)
+    if session.status == "awaiting":
+        raise typer.Exit(_WAITS)
+
+
+@app.command()
+def decide(
+    round: Annotated[str, typer.Argument(help="Like r3: one that has come to its gate.")],
+    choice: Annotated[
+        str,
+        typer.Argument(
+            help="promote | keep (the incoming policy) | stop (keep it, and start no further round) | "
+            "gate (take an earlier word back)."
+        ),
+    ],
+    because: Annotated[str, typer.Option(help="Why; for git, MLflow and the report.")],
+    by: Annotated[str | None, typer.Option(help="Who. Default: git's user.name.")] = None,
+    candidate: Annotated[
+        str | None, typer.Option(help="With promote. Default: the one the gate ranks first.")
+    ] = None,
+    allow_dirty: Annotated[
+        bool, typer.Option("--allow-dirty", help="Commit other changes of pipeline.yaml with it.")
+    ] = False,
+) -> None:
+    """Decide a round in the gate's place."""
+    from flows import decisions
+    from flows.report import print_report
+    from rlhf import config
+
+    _show_warnings()
+    told = decisions.carry_out_decision(
+        ".",
+        round,
+        choice,
+        because=because,
+        by=by,
+        candidate=candidate,
+        allow_dirty=allow_dirty,
+    )
+    print_report(config.load("pipeline.yaml"), round)
+    for line in told:
+        print(line)
+
+
+@app.command()
+def rollback(
+    round: Annotated[
+        str, typer.Argument(help="Like r2: the round to go back to; r0 is the start.")
+    ],
+    because: Annotated[str, typer.Option(help="Why; for git, MLflow and the report.")],
+    by: Annotated[str | None, typer.Option(help="Who. Default: git's user.name.")] = None,
+    allow_dirty: Annotated[
+        bool, typer.Option("--allow-dirty", help="Commit other changes of pipeline.yaml with it.")
+    ] = False,
+) -> None:
+    """Make an earlier round's policy the champion again, and the start of the next round."""
+    from flows import decisions
+
+    _show_warnings()
+    for line in decisions.carry_out_rollback(
+        ".", round, because=because, by=by, allow_dirty=allow_dirty
+    ):
+        print(line)
 
 
 @app.command()
@@ -137,6 +256,81 @@ def report(round: RoundOption = None) -> None:
 
     pipeline = config.load("pipeline.yaml")
     print_report(pipeline, round or list(pipeline.rounds)[-1])
+
+
+@app.command()
+def rounds(
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Show all rounds side by side: champion, gold, proxy, KL, win rates, pairs, tokens, seconds."""
+    from flows import overview
+    from rlhf import config
+
+    table = overview.rows(config.load("pipeline.yaml"))
+    if as_json:
+        print(json.dumps(table, indent=2))
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_WIDTH)
+    console.print(overview.as_table(table, compact=console.width < _WIDTH))
+    console.print(overview.LEGEND, style="dim")
+
+
+@app.command()
+def lineage(
+    round: Annotated[
+        str | None, typer.Argument(help="Like r3; default: the last one decided.")
+    ] = None,
+    disk: Annotated[
+        bool, typer.Option("--disk/--no-disk", help="Compare the files here with the record.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Show what a round's policy descends from, down to the base model, and who decided."""
+    from flows import lineage as lineages
+
+    name = round or lineages.last_decided()
+    if as_json:
+        print(json.dumps(lineages.ancestry(".", name, disk=disk), indent=2))
+        return
+    from rich.console import Console
+
+    Console(highlight=False).print(lineages.tree(".", name, disk=disk))
+
+
+@app.command()
+def verify(
+    round: Annotated[str, typer.Argument(help="Like r3.")],
+    ancestors: Annotated[
+        bool, typer.Option("--all-ancestors", help="Also all that the round was made from.")
+    ] = False,
+    pull: Annotated[
+        bool, typer.Option("--pull/--no-pull", help="Fetch what is missing from the DVC remote.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Hash every file of a round and compare it with what the tag round/rN records.
+
+    Exit code 1: a file is missing or differs.
+    """
+    from flows.verify import verify as compare
+
+    found = compare(".", round, pull=pull, ancestors=ancestors)
+    if as_json:
+        print(json.dumps(found.as_dict(), indent=2))
+        raise typer.Exit(0 if found.ok else 1)
+    what = f"{found.num_files} files in {found.num_outputs} outputs of {', '.join(found.rounds)}"
+    if found.pulled:
+        print(f"pulled {', '.join(found.pulled)}")
+    if not found.ok:
+        problems = "\n".join(f"  {problem}" for problem in found.problems)
+        raise StageFailed(
+            f"{round} is not as {found.tag} ({found.commit[:10]}) records it\n{problems}"
+        )
+    print(f"{what}: as {found.tag} ({found.commit[:10]}) records them")
 
 
 @app.command()
@@ -199,42 +393,93 @@ def server_command() -> None:
 def worker() -> None:
     """Work on deployed rounds until Ctrl-C.
 
-    Makes the pool, deploys prefect.yaml, polls every second.
+    Makes the pool and the automation, deploys prefect.yaml, ends runs whose process is gone, polls every second.
     """
-    from flows import server
+    from flows import deployments, server
     from flows.plan import check_workspace
 
     check_workspace()
-    url = os.environ.get("PREFECT_API_URL") or server.configured_url() or server.running_url()
-    if not url:
-        raise BadInput(
-            "no Prefect server runs for this project",
-            rule="a worker asks a server for work",
-            mend="in another terminal: python -m flows server (or set PREFECT_API_URL)",
+    folder = Path.cwd()
+    owner, runs = deployments.worker_of(folder)
+    if runs:
+        raise StageFailed(
+            f"a worker of this folder runs already: process {str(owner).split(':')[0]}"
         )
+    url = _server_url("a worker asks a server for work")
+    deployments.check_declared(folder)
     os.environ["PREFECT_API_URL"] = url
-    folder = str(Path.cwd())
     environ = {
         **os.environ,
-        "ROUNDHOUSE_FOLDER": folder,
-        "PYTHONPATH": os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")])),
+        "ROUNDHOUSE_FOLDER": str(folder),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")])),
         "PREFECT_WORKER_QUERY_SECONDS": os.environ.get("PREFECT_WORKER_QUERY_SECONDS", "1"),
     }
     server.Server(url).wait(20)
+    for name in deployments.end_lost_runs(url, folder):
+        print(f"{name}: its process is gone; set to Crashed")
+    deployments.ensure_automation(url)
     prefect = [sys.executable, "-m", "prefect", "--no-prompt"]
-    pool = ["work-pool", "create", "roundhouse", "--type", "process", "--overwrite"]
+    pool = ["work-pool", "create", server.POOL, "--type", "process", "--overwrite"]
     for words in (pool, ["deploy", "--all"]):
         done = subprocess.run([*prefect, *words], env=environ, capture_output=True, text=True)
         if done.returncode:
             raise StageFailed(f"prefect {' '.join(words)} failed:\n{done.stdout}{done.stderr}")
-    print("ready; start a round with")
-    print(f"  export PREFECT_API_URL={url}")
-    print("  prefect deployment run 'rlhf-round/default' -p round=r1", flush=True)
-    process = subprocess.Popen([*prefect, "worker", "start", "--pool", "roundhouse"], env=environ)
+    process = server.start_worker(environ)
     try:
+        deployments.note_worker(folder, process.pid)
+        print("ready; start a round with")
+        print(f"  export PREFECT_API_URL={url}")
+        print("  prefect deployment run 'rlhf-round/default'", flush=True)
         _stay([process], "the worker")
     finally:
-        _end([process])
+        _end([process], grace=None)  # stages write a checkpoint
+        with suppress(StageFailed):
+            deployments.end_lost_runs(url, folder)
+
+
+@app.command()
+def automations() -> None:
+    """Have the server set runs to Crashed whose heartbeat stops; `worker` does so too."""
+    from flows import deployments, server
+
+    url = _server_url("automations are the server's")
+    server.Server(url).wait(20)
+    made = deployments.ensure_automation(url)
+    print(f'"{deployments.AUTOMATION}" ' + ("is made" if made else "is there already"))
+
+
+@app.command()
+def systemd(
+    install: Annotated[
+        bool,
+        typer.Option("--install", help="Write them to ~/.config/systemd/user and start them."),
+    ] = False,
+) -> None:
+    """Print systemd user units for this folder's server, worker and MLflow, or install them."""
+    from flows import units
+    from flows.plan import check_workspace
+
+    check_workspace()
+    if install:
+        for line in units.install(Path.cwd()):
+            print(line)
+        return
+    for name, text in units.filled(Path.cwd()).items():
+        print(f"# {name}\n{text}")
+
+
+def _server_url(rule: str) -> str:
+    """Address of the API of the user's server, or of the one that runs for this project."""
+    from flows import server
+
+    url = os.environ.get("PREFECT_API_URL") or server.configured_url() or server.running_url()
+    if not url:
+        raise BadInput(
+            "no Prefect server runs for this project",
+            rule=rule,
+            mend="in another terminal: python -m flows server (or set PREFECT_API_URL)",
+        )
+    return url
 
 
 def _explain(state: object) -> str:
@@ -257,10 +502,10 @@ def _stay(processes: list[subprocess.Popen[bytes]], what: str = "a server") -> N
     raise StageFailed(f"{what} ended by itself; servers write to .scratch/logs")
 
 
-def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+def _end(processes: list[subprocess.Popen[bytes]], grace: float | None = 10) -> None:
     from flows.runner import end_trees
 
-    end_trees([process.pid for process in processes if process.poll() is None], grace=10)
+    end_trees([process.pid for process in processes if process.poll() is None], grace)
 
 
 def main() -> None:

@@ -76,6 +76,10 @@ class Display:
         mark = "[green]done[/]" if ok else "[red]failed[/]"
         self.console.print(f"{name:<26} {mark}  {seconds:6.1f} s", highlight=False)
 
+    def say(self, message: str) -> None:
+        """One line of words, above the bars."""
+        self.console.print(message, style="yellow", markup=False, highlight=False, soft_wrap=True)
+
     def _draw(self) -> None:
         while not self._stop.wait(0.25):
             with self._mutex:

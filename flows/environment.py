@@ -20,6 +20,8 @@ QUIET = {
     "PREFECT_LOGGING_LEVEL": "WARNING",
     "PREFECT_LOGGING_SERVER_LEVEL": "ERROR",
     "PREFECT_CLI_PROMPT": "false",
+    "PREFECT_SERVER_DEPLOYMENTS_CONCURRENCY_SLOT_WAIT_SECONDS": "5",  # a queued run looks again
+    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",  # deployments.py: three that are missing end a run
     "PREFECT_SHOW_SERVER_UI_NOTICE": "false",
     "TOKENIZERS_PARALLELISM": "false",
 }

@@ -1,166 +1,570 @@
-"""Adds a round to `pipeline.yaml` as text: what was written before stays as it was, byte for byte.
+"""Rounds as data: blocks of `pipeline.yaml` that are added, compared and removed as text.
 
-The new round is the last one's block and its candidates' blocks, comments included, with the names
-moved on: r2 starts where r1 ended. The result is read back and checked before the file is touched.
+What was written before stays as it was, byte for byte. A new round is the block of an earlier one and
+its candidates' blocks, comments included, with the names moved on: r2 starts where r1 ended. The
+result is read back and checked before the file is touched.
 """
 
 from __future__ import annotations
 
-import os
 import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf import config
+from flows import editing
+from flows.overrides import parse_overrides as parse_overrides
+from flows.overrides import placed, suggestion
+from rlhf import artifacts, champion, config, yaml12
+from rlhf.config import ConfigError, Pipeline
 from rlhf.errors import BadInput
+from rlhf.optimise.imported import check_imported
 
-_NAMES = ("round", "from", "sample_from", "learns_from")
+_FILE = "pipeline.yaml"
+_PARTS = ("advantage", "loss", "aggregate", "truncated")  # may be written as a name alone
 
 
-def append_round(path: str | Path, name: str) -> bool:
-    """Append a round made from the last one; returns whether the file changed.
+# --- adding --------------------------------------------------------------------------------------
+
+
+def append_round(
+    path: str | Path,
+    name: str,
+    *,
+    template: str | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    add: Mapping[str, str] | None = None,
+    drop: Sequence[str] = (),
+) -> bool:
+    """Append a round made from an earlier one; returns whether the file changed.
+
+    The round starts from the last declared one, or after a rollback from the round that was gone back to.
 
     Args:
         path: the pipeline file.
-        name: like `r2`. A round of this name that is already there is left as it is.
+        name: like `r2`. A round of this name with the same content is left as it is.
+        template: the round to copy; None: the last one.
+        overrides: values by path, as `parse_overrides` gives them: `candidates.ppo.kl.coef` or
+            `candidates.r2-ppo.kl.coef` of a candidate, `rounds.r2.init` or `init` of the round.
+        add: further candidates by name, each with the candidate that it is a copy of: {grpo2: grpo}.
+        drop: candidates of the template that the round is to be without.
 
     Raises:
-        BadInput: the name is not a round's, or the file cannot be extended safely.
+        BadInput: the name is not a round's or is taken by a round of other content, or the file cannot be
+            extended safely.
+        ConfigError: what is wrong with the overrides, or with the round that they would make.
     """
     path = Path(path)
     raw = config.read_yaml(path)
-    config.parse(raw, str(path))
+    pipeline = config.parse(raw, str(path))
+    wish = _Wish(name, template, overrides or {}, add or {}, drop)
+    text = path.read_text(encoding="utf-8")
     if name in raw["rounds"]:
+        if template or overrides or add or drop:
+            _check_same(text, raw, wish, path)
         return False
     if name == "r0" or not config.ROUND_NAME.fullmatch(name):
         raise BadInput(
             f"{name!r} is not a round",
             where=str(path),
             rule="a round is named r1, r2, ... or r2_variant (r0 is the fine-tuned start)",
-            mend=f"use {_next_name(list(raw['rounds']))}",
+            mend=f"use {next_name(raw['rounds'])}",
         )
-    text = path.read_text(encoding="utf-8")
-    extended = _extend(text, raw, name)
-    _check(raw, extended, name, path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(extended, encoding="utf-8")
-    os.replace(temporary, path)
-    return True
+    block, problems = _block(text, raw, wish, start_of_next(pipeline, path.parent))
+    found = yaml12.load(block)
+    _check_new(pipeline, _joined(raw, found), problems, path, name)
+    doc = editing.Document(block)
+    lines = {section: {key: doc.entry(section, key) for key in found[section]} for section in found}
+    return editing.save(path, editing.append_entries(text, lines))
 
 
-def _next_name(names: list[str]) -> str:
+@dataclass(frozen=True)
+class _Wish:
+    """What a round is to be."""
+
+    name: str
+    template: str | None
+    overrides: Mapping[str, Any]
+    add: Mapping[str, str]
+    drop: Sequence[str]
+
+
+def _check_same(text: str, raw: Mapping[str, Any], wish: _Wish, path: Path) -> None:
+    """A round that is there already has what is wished of it."""
+    name, start = wish.name, raw["rounds"][wish.name]["from"]
+    present = [short for short in _own(raw, name) if short in wish.add and wish.template is None]
+    absent = [short for short in wish.drop if short not in _own(raw, wish.template or name)]
+    add = {short: source for short, source in wish.add.items() if short not in present}
+    drop = [short for short in wish.drop if short not in absent]
+    again = _Wish(name, wish.template or name, wish.overrides, add, drop)
+    block, problems = _block(text, raw, again, start)
+    asked = yaml12.load(block)
+    asked["rounds"][name]["decision"] = raw["rounds"][name]["decision"]
+    others = {key: body for key, body in raw["candidates"].items() if body["round"] != name}
+    new = _joined({**raw, "candidates": others}, asked)
+    here = config.parse(raw)
+    there = _check_new(here, new, problems, path, name)
+    differing = [
+        f"{key} is {shown(mine)}, not {shown(its)}"
+        for key, mine, its in differences(block_of(here, name), block_of(there, name))
+    ]
+    if differing:
+        raise BadInput(
+            "\n  ".join([f"{name} is there already with other content:", *differing]),
+            where=str(path),
+            rule="a round keeps the settings that it was added with",
+            mend=f"add {next_name(raw['rounds'])} instead, or edit pipeline.yaml",
+        )
+
+
+def _check_new(
+    old: Pipeline, raw: Mapping[str, Any], problems: Sequence[str], path: Path, name: str
+) -> Pipeline:
+    """The file with the round, which is valid; everything that is wrong is told at once."""
+    new, told = old, list(problems)
+    try:
+        new = config.parse(raw, str(path))
+    except ConfigError as error:
+        told += error.problems
+    for check in (lambda p: config.check_files(p, path.parent), check_imported):
+        known = _problems(check, old)
+        told += [line for line in _problems(check, new) if line not in known]
+    if told:
+        raise ConfigError(f"{path.name} with {name}", told)
+    return new
+
+
+def _problems(check: Any, pipeline: Pipeline) -> list[str]:
+    try:
+        check(pipeline)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+# --- a round's block as a document of its own ------------------------------------------------------
+
+
+def _block(text: str, raw: Mapping[str, Any], wish: _Wish, start: str) -> tuple[str, list[str]]:
+    """A document of the new round and its candidates alone, and what is wrong with the wish."""
+    template = wish.template or list(raw["rounds"])[-1]
+    if template not in raw["rounds"]:
+        raise BadInput(
+            f"no round {template} to copy",
+            where=_FILE,
+            rule="a template is a declared round",
+            mend=suggestion(template, raw["rounds"]),
+        )
+    copies, problems = _copies(raw, template, wish)
+    places, misplaced = placed(wish.overrides, wish.name, copies, raw)
+    for path, keys in places.items():
+        if keys[2:] == ["from"] and isinstance(wish.overrides[path], str):
+            start = wish.overrides[path]
+    block = _moved_on(_copied(text, raw, template, wish.name, copies), template, wish.name, start)
+    block = editing.Document(block).readable()
+    problems += misplaced
+    for path, keys in places.items():
+        try:
+            block = _overridden(block, keys, wish.overrides[path])
+        except BadInput as error:
+            problems.append(f"{path}: {str(error).removeprefix(f'{_FILE}: ').splitlines()[0]}")
+    return block, problems
+
+
+def _copies(raw: Mapping[str, Any], template: str, wish: _Wish) -> tuple[dict[str, str], list[str]]:
+    """The new round's candidates, each with the template's that it is a copy of; names without rounds."""
+    old = _own(raw, template)
+    problems = [
+        f"drop {short}: no such candidate in {template}; {suggestion(short, old)}"
+        for short in wish.drop
+        if short not in old
+    ]
+    copies = {short: short for short in old if short not in wish.drop}
+    for short, source in wish.add.items():
+        if source not in old:
+            mend = suggestion(source, old)
+            problems.append(f"add {short}={source}: no such candidate in {template}; {mend}")
+        elif short in copies:
+            problems.append(f"add {short}={source}: {short} is there already; name it otherwise")
+        else:
+            copies[short] = source
+    if not copies:
+        problems.append(f"drop: {wish.name} would have no candidate; keep one")
+    return copies or {short: short for short in old}, problems
+
+
+def _copied(
+    text: str, raw: Mapping[str, Any], template: str, name: str, copies: Mapping[str, str]
+) -> str:
+    """The template's blocks under the new names."""
+    doc = editing.Document(text)
+    old = _own(raw, template)
+    entries = [
+        _renamed(doc.entry("candidates", old[source]), old[source], f"{name}-{short}")
+        for short, source in copies.items()
+    ]
+    head = _renamed(doc.entry("rounds", template), template, name)
+    return "".join(["rounds:\n", head, "candidates:\n", *entries])
+
+
+def _renamed(entry: str, old: str, new: str) -> str:
+    """The lines of an entry under another key."""
+    return re.sub(rf"^(\s*[\"']?){re.escape(old)}", lambda match: match[1] + new, entry, count=1)
+
+
+def _moved_on(block: str, template: str, name: str, start: str) -> str:
+    """The block with the names of rounds in its values moved on, and comments on the template dropped."""
+    raw = yaml12.load(block)
+    body = raw["rounds"][name]
+    moved = {body["from"]: start, template: name}
+    new = {
+        ("rounds", name, "from"): start,
+        ("rounds", name, "sample_from"): moved.get(body["sample_from"], body["sample_from"]),
+    }
+    for key, candidate in raw["candidates"].items():
+        source, slash, kind = candidate["learns_from"].partition("/")
+        new["candidates", key, "round"] = name
+        new["candidates", key, "from"] = start
+        new["candidates", key, "learns_from"] = moved.get(source, source) + slash + kind
+    if name != template:
+        new["rounds", name, "decision"] = None
+        block = _honest(block, {template, body["from"]} - {"r0"})
+    for keys, value in new.items():
+        block = editing.set_value(block, keys, value, align=True)
+    return block
+
+
+def _honest(block: str, names: set[str]) -> str:
+    """A block without the comments that name these rounds: they would be read as about another round.
+
+    Of lines that are comments only, the whole paragraph goes.
+    """
+    mention = re.compile(rf"(?<![\w.-])({'|'.join(map(re.escape, sorted(names)))})(?!\w)")
+    spans: list[tuple[int, int]] = []
+    paragraph: list[tuple[int, int]] = []
+    for start, end in editing.Document(block).comments():
+        line = block.rfind("\n", 0, start) + 1
+        before = block[line:start]
+        if before.strip():
+            kept = line + len(before.rstrip())
+            spans += [(kept, end)] if mention.search(block, start, end) else []
+            continue
+        if paragraph and paragraph[-1][1] != line:
+            spans += _if_any(mention, block, paragraph)
+            paragraph = []
+        paragraph.append((line, end + 1))
+    return editing.without_spans(block, spans + _if_any(mention, block, paragraph))
+
+
+def _if_any(
+    mention: re.Pattern[str], text: str, spans: list[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    return spans if any(mention.search(text, *span) for span in spans) else []
+
+
+def _overridden(block: str, keys: list[str], value: Any) -> str:
+    """The block with one value set; a part that is written as its name alone is spelled out for that."""
+    here: Any = yaml12.load(block)
+    for depth, key in enumerate(keys):
+        part = keys[depth - 1] in _PARTS or (depth > 1 and keys[depth - 2] == "losses")
+        if isinstance(here, str) and part:
+            for inner in reversed(keys[depth:]):
+                value = {inner: value}
+            return editing.set_value(block, keys[:depth], {"kind": here, **value}, align=True)
+        here = here.get(key) if isinstance(here, dict) else _item(here, key)
+    return editing.set_value(block, keys, value, align=True)
+
+
+def _item(value: Any, key: str) -> Any:
+    is_there = isinstance(value, list) and key.isdigit() and int(key) < len(value)
+    return value[int(key)] if is_there else None
+
+
+# --- which round comes next ------------------------------------------------------------------------
+
+
+def next_round(pipeline: Pipeline, folder: str | Path = ".") -> tuple[str, bool]:
+    """The round to run now, and whether it is still to be appended.
+
+    The last declared round goes on until it has been decided; then comes a new one.
+
+    Raises:
+        BadInput: the loop is stopped, or the last round waits for a person's decision.
+    """
+    last = list(pipeline.rounds)[-1]
+    status = champion.status(folder, last)
+    if status == "unrun" or _is_decided_anew(pipeline, folder, last):
+        return last, False
+    if status in ("promoted", "kept"):
+        return next_name(pipeline.rounds), True
+    words = {"stopped": "the loop is stopped at", "awaiting": "a person's decision is awaited on"}
+    raise BadInput(
+        f"{words[status]} {last}",
+        where=f"runs/{last}/metrics/decision.json",
+        rule="no further round starts before a person decides",
+        mend=f'python -m flows decide {last} keep --because "..." (or promote)',
+    )
+
+
+def _is_decided_anew(pipeline: Pipeline, folder: str | Path, name: str) -> bool:
+    """Whether a person has decided the round since its gate ran."""
+    declared = pipeline.rounds[name].decision
+    decision = champion.read_decision(folder, name)
+    heard = decision.get("decision") if decision is not None else None
+    return (None if declared is None else declared.model_dump()) != heard
+
+
+def next_name(names: Sequence[str] | Mapping[str, Any]) -> str:
+    """One number above the highest."""
     numbers = [int(re.match(r"r(\d+)", name)[1]) for name in names]  # type: ignore[index]
     return f"r{max(numbers) + 1}"
 
 
-def _extend(text: str, raw: dict[str, Any], name: str) -> str:
-    lines = text.splitlines(keepends=True)
-    if lines and not lines[-1].endswith("\n"):
-        lines[-1] += "\n"
-    last = list(raw["rounds"])[-1]
-    older = raw["rounds"][last]["from"]
-    candidates = [key for key, body in raw["candidates"].items() if body["round"] == last]
-    new_candidates = [
-        line
-        for key in candidates
-        for line in _renamed(_block(lines, "candidates", key), last, older, name)
-    ]
-    new_round = _renamed(_block(lines, "rounds", last), last, older, name)
-    for section, block in sorted(
-        (("candidates", new_candidates), ("rounds", new_round)),
-        key=lambda item: -_section(lines, item[0])[0],
-    ):  # from the bottom up, so that line numbers above stay true
-        end = _section(lines, section)[1]
-        lines[end:end] = block
-    return "".join(lines)
+def start_of_next(pipeline: Pipeline, folder: str | Path = ".") -> str:
+    """The round that a new one starts from: the last one, or the one that a rollback went back to.
 
-
-def _section(lines: list[str], name: str) -> tuple[int, int]:
-    """Numbers of the first line after `name:` and of the first line past its last entry."""
-    heads = [i for i, line in enumerate(lines) if re.match(rf"{name}:\s*(#.*)?$", line)]
-    if len(heads) != 1:
-        raise BadInput(
-            f"found no line that is only `{name}:`",
-            where="pipeline.yaml",
-            rule="rounds and candidates are written in block style, one key a line",
-            mend="write the section out, or add the round by hand",
-        )
-    start = heads[0] + 1
-    end = start
-    while end < len(lines) and not re.match(r"[^\s#]", lines[end]):
-        end += 1
-    while end > start and (not lines[end - 1].strip() or lines[end - 1].startswith("#")):
-        end -= 1  # blank lines and comments that belong to what follows
-    return start, end
-
-
-def _block(lines: list[str], section: str, key: str) -> list[str]:
-    """The lines of one entry of a section, with its own comments."""
-    start, end = _section(lines, section)
-    first = next(
-        (i for i in range(start, end) if re.match(rf"\s+[\"']?{re.escape(key)}[\"']?:", lines[i])),
-        None,
-    )
-    if first is None:
-        raise BadInput(f"found no block {section}.{key}", where="pipeline.yaml")
-    indent = _indent(lines[first])
-    last = first + 1
-    while last < end and (not lines[last].strip() or _indent(lines[last]) > indent):
-        last += 1
-    while not lines[last - 1].strip():
-        last -= 1
-    return lines[first:last]
-
-
-def _indent(line: str) -> int:
-    return len(line) - len(line.lstrip(" "))
-
-
-def _renamed(block: list[str], last: str, older: str, name: str) -> list[str]:
-    """A block with its names moved on.
-
-    `last` becomes `name`, and what it started from becomes `last`.
+    A rollback counts until the last declared round comes from its target, or another policy is promoted.
     """
-    moved = {last: name, older: last}
+    names = ["r0", *pipeline.rounds]
+    last, rollback = names[-1], pipeline.rollback
+    if rollback is None or champion.champion(pipeline, folder).kind != "rollback":
+        return last
+    name = last
+    while names.index(name) > names.index(rollback.after):
+        name = pipeline.rounds[name].from_
+    return last if name == rollback.to else rollback.to
 
-    def value(match: re.Match[str]) -> str:
-        return match[1] + moved.get(match[2], match[2]) + match[3]
 
-    keys = "|".join(_NAMES)
-    fields = re.compile(rf"^(\s+(?:{keys}):\s+[\"']?)(r[0-9]+(?:_[a-z0-9]+)*)(.*)$", re.S)
-    head = re.compile(rf"^(\s+[\"']?){re.escape(last)}(?=[-:\"'])")
+# --- looking ---------------------------------------------------------------------------------------
+
+ABSENT = "(absent)"
+"""Stands for a value that one of two rounds does not have."""
+_HERE = "(present)"
+
+
+def _is_candidate(place: str, value: Any) -> bool:
+    return isinstance(value, Mapping) and re.fullmatch(r"candidates\.[^.]+", place) is not None
+
+
+def shown(value: Any) -> str:
+    """A value in few words."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {shown(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(shown, value)) + "]"
+    return value if value in (ABSENT, _HERE) else editing.scalar(value)
+
+
+def differences(one: Any, other: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Path and both values of every leaf in which two structures differ."""
+    pairs: Iterator[tuple[str, Any, Any]]
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        pairs = ((k, one.get(k, ABSENT), other.get(k, ABSENT)) for k in {**one, **other})
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        pairs = ((str(i), *both) for i, both in enumerate(zip(one, other, strict=True)))
+    else:
+        if not editing.same(one, other):
+            here, there = (_HERE if _is_candidate(place, side) else side for side in (one, other))
+            yield place, here, there
+        return
+    for key, mine, its in pairs:
+        yield from differences(mine, its, f"{place}.{key}" if place else str(key))
+
+
+def block_of(pipeline: Pipeline, name: str) -> dict[str, Any]:
+    """A round and its candidates in full, presets and defaults filled in. Raises BadInput if it is not declared."""
+    _check_declared(pipeline.rounds, name)
+    own = pipeline.candidates_of(name)
+    return {
+        "rounds": {name: pipeline.rounds[name].model_dump(by_alias=True)},
+        "candidates": {key: body.model_dump(by_alias=True) for key, body in own.items()},
+    }
+
+
+def compare(pipeline: Pipeline, one: str, other: str) -> list[tuple[str, Any, Any]]:
+    """Path and both values of every setting in which two rounds differ; candidates are matched by name.
+
+    That a round has its own name and starts from the one before is no difference.
+    """
+    return list(differences(_nameless(pipeline, one), _nameless(pipeline, other)))
+
+
+def _nameless(pipeline: Pipeline, name: str) -> dict[str, Any]:
+    block = block_of(pipeline, name)
+    body = block["rounds"][name]
+    names = {body["from"]: "(its start)", name: "(itself)"}
+    body["sample_from"] = names.get(body["sample_from"], body["sample_from"])
+    decision = body["decision"]
+    if decision is not None and decision["candidate"] is not None:
+        decision["candidate"] = decision["candidate"].removeprefix(f"{name}-")
+    candidates = {}
+    for key, candidate in block["candidates"].items():
+        source, slash, kind = candidate["learns_from"].partition("/")
+        candidate["learns_from"] = names.get(source, source) + slash + kind
+        own = {k: v for k, v in candidate.items() if k not in ("round", "from")}
+        candidates[key.removeprefix(f"{name}-")] = own
+    return {**{k: v for k, v in body.items() if k != "from"}, "candidates": candidates}
+
+
+def listed(pipeline: Pipeline, folder: str | Path = ".") -> list[dict[str, Any]]:
+    """One row for each round: where it starts, its candidates, what it came to."""
+    best = champion.champion(pipeline, folder)
     return [
-        head.sub(lambda match: match[1] + name, line) if i == 0 else fields.sub(value, line)
-        for i, line in enumerate(block)
+        {
+            "round": name,
+            "from": declared.from_,
+            "candidates": [k.removeprefix(f"{name}-") for k in pipeline.candidates_of(name)],
+            "status": champion.status(folder, name),
+            "champion": name == best.round,
+        }
+        for name, declared in pipeline.rounds.items()
     ]
 
 
-def _check(old: dict[str, Any], text: str, name: str, path: Path) -> None:
-    """Nothing written before has changed, the new round is whole, and YAML 1.1 readers agree."""
-    import yaml
-    from ruamel.yaml import YAML
+def _check_declared(rounds: Mapping[str, Any], name: str) -> None:
+    if name not in rounds:
+        raise BadInput(
+            f"no round {name}",
+            where=_FILE,
+            rule="a round is declared under rounds:",
+            mend=suggestion(name, rounds),
+        )
 
-    new = YAML(typ="safe", pure=True).load(text)
-    added_rounds = {key: body for key, body in new["rounds"].items() if key == name}
-    added = {key: body for key, body in new["candidates"].items() if body["round"] == name}
-    without = {
-        **new,
-        "rounds": {key: body for key, body in new["rounds"].items() if key != name},
-        "candidates": {key: body for key, body in new["candidates"].items() if key not in added},
+
+def _own(raw: Mapping[str, Any], name: str) -> dict[str, str]:
+    """A round's candidates: what the file calls them, by their names without the round."""
+    return {
+        key.removeprefix(f"{name}-"): key
+        for key, body in raw["candidates"].items()
+        if body["round"] == name
     }
-    if without != old or not added or len(added_rounds) != 1:
+
+
+def _joined(raw: Mapping[str, Any], block: Mapping[str, Any]) -> dict[str, Any]:
+    """The file with a round's block in it."""
+    return {**raw, **{section: {**raw[section], **block[section]} for section in block}}
+
+
+# --- removing --------------------------------------------------------------------------------------
+
+
+def remove_round(path: str | Path, name: str, *, force: bool = False) -> list[str]:
+    """Take a round and its candidates out of `pipeline.yaml`; returns what was done, line by line.
+
+    A round that has run goes only with `force`, and with it runs/NAME and its entries in dvc.lock. Killed
+    half-way, it is still declared, and can be removed again.
+
+    Raises:
+        BadInput: a later round needs it, it is the only one, or it has run and `force` is not given.
+    """
+    path = Path(path)
+    raw = config.read_yaml(path)
+    pipeline = config.parse(raw, str(path))
+    _check_declared(raw["rounds"], name)
+    own = _own(raw, name)
+    _check_free(pipeline, name)
+    outputs, lock = path.parent / "runs" / name, path.parent / "dvc.lock"
+    stages = _locked(lock, {name, *own.values()})
+    if (stages or outputs.exists()) and not force:
         raise BadInput(
-            f"{name} could not be added without changing what is there",
-            where=str(path),
-            mend="add it by hand, in block style",
+            f"{name} has run: {len(stages)} stages in dvc.lock, "
+            + (f"runs/{name}" if outputs.exists() else "no outputs"),
+            where=_FILE,
+            rule="what has run is history",
+            mend=f"python -m flows round remove {name} --force takes its outputs away too",
         )
-    older = yaml.safe_load(text)
-    if older["rounds"][name] != added_rounds[name] or any(
-        older["candidates"][key] != body for key, body in added.items()
-    ):
+    text = path.read_text(encoding="utf-8")
+    text = editing.remove_entry(text, "candidates", *own.values())
+    text = editing.remove_entry(text, "rounds", name)
+    config.parse(yaml12.load(text), str(path))
+    back = _way_back(pipeline, path.parent, name, bool(stages))
+    done = [f"{name} and {', '.join(own.values())} removed from pipeline.yaml"]
+    if outputs.exists():
+        shutil.rmtree(outputs)
+        done.append(
+            f"runs/{name} removed from the workspace; DVC's cache keeps what its stages made"
+        )
+    if stages:
+        locked = lock.read_text(encoding="utf-8")
+        artifacts.write_text(lock, editing.remove_entry(locked, "stages", *stages))
+        done.append(f"{', '.join(stages)} removed from dvc.lock")
+    editing.save(path, text)
+    return [*done, f"to get it back: {back}"]
+
+
+def _check_free(pipeline: Pipeline, name: str) -> None:
+    """Nothing that stays speaks of the round."""
+    users = [
+        f"rounds.{other}.{key}"
+        for other, body in pipeline.rounds.items()
+        for key, value in (("from", body.from_), ("sample_from", body.sample_from))
+        if value == name
+    ]
+    users += [
+        f"candidates.{key}.learns_from"
+        for key, body in pipeline.candidates.items()
+        if body.round != name and body.learns_from.split("/")[0] == name
+    ]
+    if pipeline.rollback is not None:
+        rollback = pipeline.rollback
+        users += [f"rollback.{key}" for key in ("to", "after") if getattr(rollback, key) == name]
+    if users:
         raise BadInput(
-            f"the settings of {name} read differently in YAML 1.1 and 1.2",
-            where=str(path),
-            mend="write floats as 1.0e-5, and quote words like on, off, yes, no",
+            f"{name} is needed by {', '.join(users)}",
+            where=_FILE,
+            rule="a round stays as long as another needs it",
+            mend="remove those first, the last round before the others",
         )
-    config.parse(new, str(path))
+    if len(pipeline.rounds) == 1:
+        raise BadInput(
+            f"{name} is the only round",
+            where=_FILE,
+            rule="a pipeline has at least one round",
+            mend="change its settings, or add another round first",
+        )
+
+
+def _locked(lock: Path, keys: set[str]) -> list[str]:
+    """Stages in dvc.lock of a round and its candidates."""
+    if not lock.is_file():
+        return []
+    stages = config.read_yaml(lock).get("stages") or {}
+    return [stage for stage in stages if stage.partition("@")[2] in keys]
+
+
+def _way_back(pipeline: Pipeline, folder: Path, name: str, has_run: bool) -> str:
+    """The command that undoes a removal: from git's last commit, else the round added anew."""
+    show = ["git", "show", "HEAD:./pipeline.yaml"]
+    with suppress(Exception):  # no git, no commit, or a file that was no YAML then
+        committed = subprocess.run(show, cwd=folder, capture_output=True, text=True, check=True)
+        if name in yaml12.load(committed.stdout)["rounds"]:
+            words = ["git", "rev-parse", "--short", "HEAD"]
+            commit = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True)
+            files = f"pipeline.yaml dvc.lock runs/{name}/metrics" if has_run else "pipeline.yaml"
+            checkout = f"git checkout {commit.stdout.strip()} -- {files}"
+            return checkout + (" && dvc checkout" if has_run else "")
+    return " ".join(_words_to_add(pipeline, name)) + (
+        ", then run it: DVC takes what it has cached" if has_run else ""
+    )
+
+
+def _words_to_add(pipeline: Pipeline, name: str) -> Iterator[str]:
+    """The command that adds a round again, by the round that is declared before it, or else after it."""
+    names = list(pipeline.rounds)
+    place = names.index(name)
+    template = names[place - 1] if place else names[1]
+    yield f"python -m flows round add {name} --from-template {template}"
+    yield f"--set from={pipeline.rounds[name].from_}"
+    for path, _, value in compare(pipeline, template, name):
+        candidate = path.removeprefix("candidates.")
+        if value is ABSENT and _is_candidate(path, {}):
+            yield f"--drop {candidate}"
+        elif value == _HERE:
+            yield f"--add {candidate}=..."
+        elif value is not ABSENT and not path.startswith("decision"):
+            yield f"--set {shlex.quote(f'{path}={shown(value)}')}"

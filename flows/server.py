@@ -11,6 +11,7 @@ import time
 import tomllib
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 
 from flows import environment
@@ -21,6 +22,7 @@ from rlhf.progress import write_json
 
 HOST = "127.0.0.1"
 PREFECT_PORT, MLFLOW_PORT = 4200, 5000
+POOL = "roundhouse"
 LOGS = Path(".scratch/logs")
 _RECORD = "server.json"
 
@@ -33,6 +35,15 @@ import uvicorn
 uvicorn.run("prefect.server.api.server:create_app", factory=True, host=sys.argv[1],
 port=int(sys.argv[2]),
             log_level="error", lifespan="on", timeout_graceful_shutdown=3)
+"""
+
+
+# The worker ends with `python -m flows worker`, even by kill -9, and with it the flows it has started.
+_GUARDED_WORKER = """
+from rlhf import lifeline
+lifeline.hold()
+from prefect.cli import app
+app()
 """
 
 
@@ -148,6 +159,15 @@ def start_prefect(folder: str | Path = ".") -> tuple[subprocess.Popen[bytes], st
     home.mkdir(parents=True, exist_ok=True)
     write_json(home / _RECORD, {"url": f"{address}/api", "owner": ident(process.pid)})
     return process, address
+
+
+def start_worker(environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start Prefect's process worker; what its flows print goes where ours does."""
+    words = ["--no-prompt", "worker", "start", "--pool", POOL]
+    return subprocess.Popen(
+        [sys.executable, "-c", _GUARDED_WORKER, *words],
+        env={**environ, OWNERS_VARIABLE: ident(os.getpid())},
+    )
 
 
 def start_mlflow(uri: str, folder: str | Path = ".") -> tuple[subprocess.Popen[bytes], str]:

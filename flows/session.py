@@ -7,18 +7,39 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal, get_args
 
 from flows.display import Display
 from flows.plan import Stage, check_workspace, make_plan
-from flows.rounds import append_round
 from flows.runner import Runner, workspace_lock
-from rlhf import config, tracking
+from rlhf import champion, config, tracking
 from rlhf.config import Pipeline
+from rlhf.errors import BadInput
 from rlhf.optimise.imported import check_imported
+
+Commit = Literal["always", "able", "never"]
+_USES_A_DEVICE = ("sft", "preferences", "reward_model", "policy", "evaluate")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a caller wants of a round. `python -m flows run --help` says what each field means."""
+
+    round: str | None = None
+    overrides: Mapping[str, Any] | str | None = None
+    template: str | None = None
+    allow_dirty: bool = False
+    commit: Commit = "always"
+    stage: str | None = None
+    force: bool = False
+
+
+class LoopStopped(BadInput):
+    """The gate, or a person, stopped the loop: no round follows until a person decides."""
 
 
 @dataclass
@@ -27,11 +48,27 @@ class Session:
 
     folder: Path
     pipeline: Pipeline
+    request: Request
     round: str
+    target: str
     stages: dict[str, Stage]
     runner: Runner
     display: Display
-    _forwarding: ExitStack = field(default_factory=ExitStack)
+    not_committed: str | None = None
+    """Why the round will not be committed."""
+    committed: str = ""
+    """What became of the commit, in words."""
+    rounds: list[str] = field(init=False)
+    """The rounds that this run brings to their decision: the one asked for, and those before it that were not."""
+    _forwarding: ExitStack | None = None
+
+    def __post_init__(self) -> None:
+        before = [
+            name.removeprefix("promote@")
+            for name, stage in self.stages.items()
+            if name.startswith("promote@") and stage.runs and name != self.target
+        ]
+        self.rounds = [*before, self.round]
 
     def start_ahead(self) -> None:
         """Run the first stages while Prefect's server still starts.
@@ -67,14 +104,77 @@ class Session:
         """Whether any stage is out of date."""
         return any(stage.runs for stage in self.stages.values())
 
+    @property
+    def status(self) -> champion.Status:
+        """What the round came to so far."""
+        return champion.status(self.folder, self.round)
+
+    def uses_a_device(self, stage: str) -> bool:
+        """Whether a stage takes a GPU slot."""
+        return self.pipeline.resources.gpus > 0 and stage.split("@")[0] in _USES_A_DEVICE
+
+    def plan_again(self) -> None:
+        """Look anew at what is out of date, after pipeline.yaml has changed."""
+        self.pipeline = config.load(self.folder / "pipeline.yaml")
+        self.stages = {stage.name: stage for stage in make_plan(self.target, self.folder)}
+        self.runner.forget(name for name, stage in self.stages.items() if stage.runs)
+
     def forward(self) -> None:
         """Send what stages measure to MLflow from now on."""
-        if self.anything_to_run:
+        if self.anything_to_run and self._forwarding is None:
+            self._forwarding = ExitStack()
             self._forwarding.enter_context(tracking.forwarding(self.folder))
 
     def forwarded(self) -> None:
         """Return when MLflow has everything written so far."""
-        self._forwarding.close()
+        if self._forwarding is not None:
+            self._forwarding.close()
+            self._forwarding = None
+
+    def conclude(self) -> None:
+        """Record what is decided, commit and tag it, show it beside the other rounds; does nothing that is done."""
+        from flows import lineage, overview
+
+        if self.anything_to_run:
+            order_lock(self.folder)
+        for name in self.rounds:
+            lineage.write_record(self.folder, name)
+            self._commit(name)
+        overview.log(self.pipeline, self.folder)
+
+    def _commit(self, name: str) -> None:
+        from flows import history
+        from flows.report import verdict
+
+        if self.not_committed is not None:
+            self.committed = f"{name} is not committed: {self.not_committed}"
+            return
+        decision = champion.read_decision(self.folder, name) or {}
+        commit = history.commit_round(self.folder, name, f"Round {name}: {verdict(decision)}")
+        if commit:
+            self.committed = f"committed as {commit[:10]}, tag {history.tag(name)}"
+
+
+def order_lock(folder: Path) -> None:
+    """Put the entries of dvc.lock in the order of a serial `dvc repro`.
+
+    DVC adds a stage's entry when the stage ends, and side by side that order is chance.
+    """
+    import networkx
+    from dvc.repo import Repo
+    from dvc.utils.serialize import load_yaml, modify_yaml
+
+    with Repo(str(folder)) as repo, repo.lock:
+        serial = [stage.addressing for stage in networkx.dfs_postorder_nodes(repo.index.graph)]
+        path = str(folder / "dvc.lock")
+        found = list(load_yaml(path)["stages"])
+        known = [name for name in serial if name in set(found)]
+        ordered = [name for name in found if name not in set(serial)] + known
+        if ordered == found:
+            return
+        with modify_yaml(path) as lock:
+            for name in ordered:
+                lock["stages"].move_to_end(name)
 
 
 _opened: list[Session] = []
@@ -86,39 +186,199 @@ def current_session() -> Session:
 
 
 @contextmanager
-def open_session(round: str | None = None, folder: str | Path = ".") -> Iterator[Session]:
+def open_session(
+    request: Request | None = None,
+    folder: str | Path = ".",
+    *,
+    continues: str | None = None,
+    wait: float = 0.0,
+) -> Iterator[Session]:
     """Check, lock, append the round if it is new, plan; on leaving, end what still runs.
 
     A session that this process has already opened is taken up again.
+
+    Args:
+        request: what is wanted.
+        folder: the project's folder.
+        continues: the round that an earlier process of the same run has begun.
+        wait: seconds to wait for another flow that holds the checkout.
     """
     if _opened:
         yield _opened[-1]
         return
+    request = request or Request()
     folder = Path(folder).resolve()
     check_workspace(folder)
+    _check_request(request)
     path = folder / "pipeline.yaml"
-    declared = config.load(path)
-    config.check_files(declared, folder)
-    check_imported(declared)
+    _refuse_conflicts(folder)
+    _load(path)
     with ExitStack() as stack:
-        stack.enter_context(workspace_lock(folder))
-        if round is not None:
-            append_round(path, round)
-        pipeline = config.load(path)
-        name = round or list(pipeline.rounds)[-1]
-        stages = {stage.name: stage for stage in make_plan(f"promote@{name}", folder)}
         display = stack.enter_context(Display())
+        stack.enter_context(workspace_lock(folder, wait=wait, on_wait=display.say))
+        _refuse_conflicts(folder)
+        declared = _load(path)  # as the holder before us has left it
+        not_committed = _check_history(declared, request, folder)
+        _check_remote(declared, folder)
+        if request.stage is not None:
+            name, target = _round_of(declared, request.stage), request.stage
+            _check_stage(target, folder)
+        else:
+            name = _choose(path, request, continues)
+            target = f"promote@{name}"
+        pipeline = config.load(path)
+        stages = {stage.name: stage for stage in make_plan(target, folder)}
         runner = Runner(
             folder,
             parallel=pipeline.resources.parallel,
             gpus=pipeline.resources.gpus,
             timeout=float(os.environ.get("ROUNDHOUSE_STAGE_TIMEOUT", 24 * 3600)),
+            push=pipeline.lineage.push,
             on_begin=lambda name: display.begin(name, runner.progress_path(name)),
             on_end=lambda name, ok: display.end(name, ok=ok),
+            on_note=lambda name, words: display.say(f"{name:<26} {words}"),
         )
         stack.callback(runner.end_all)
-        session = Session(folder, pipeline, name, stages, runner, display)
+        session = Session(
+            folder, pipeline, request, name, target, stages, runner, display, not_committed
+        )
         stack.callback(session.forwarded)
         _opened.append(session)
         stack.callback(_opened.remove, session)
         yield session
+
+
+def _load(path: Path) -> Pipeline:
+    declared = config.load(path)
+    config.check_files(declared, path.parent)
+    check_imported(declared)
+    return declared
+
+
+def _check_request(request: Request) -> None:
+    if request.commit not in get_args(Commit):
+        raise BadInput(
+            f"commit={request.commit}", rule="one of " + ", ".join(get_args(Commit)), mend="always"
+        )
+
+
+def _refuse_conflicts(folder: Path) -> None:
+    """What a merge left undone is not read, committed or not."""
+    for name in ("pipeline.yaml", "dvc.yaml", "dvc.lock"):
+        path = folder / name
+        if not path.is_file():
+            continue
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        for number, line in enumerate(lines, 1):
+            if line.startswith(("<<<<<<< ", ">>>>>>> ")):
+                mend = "edit the file, then git add it"
+                if name == "dvc.lock":
+                    mend = "git checkout --ours dvc.lock && git add dvc.lock; stages it lacks run again"
+                raise BadInput(
+                    f"conflict markers of a merge: {line[:60]}",
+                    where=f"{path} line {number}",
+                    rule="the two versions must be made one first",
+                    mend=mend,
+                )
+
+
+def _check_history(pipeline: Pipeline, request: Request, folder: Path) -> str | None:
+    """Why the round will not be committed; BadInput if it is to be, and git is not ready for it."""
+    from flows import history
+
+    if request.stage is not None:
+        return "a stage by itself is no round"
+    if not pipeline.lineage.commit:
+        return "lineage.commit is false in pipeline.yaml"
+    if request.commit == "never":
+        return "committing was turned off for this run"
+    if request.commit == "able":
+        return history.obstacle(folder, allow_dirty=request.allow_dirty)
+    history.check(folder, allow_dirty=request.allow_dirty)
+    return None
+
+
+def _check_remote(pipeline: Pipeline, folder: Path) -> None:
+    """A push after every stage needs somewhere to push to."""
+    if not pipeline.lineage.push:
+        return
+    from dvc.config import Config
+
+    if not Config(str(folder / ".dvc"), validate=False)["core"].get("remote"):
+        raise BadInput(
+            "lineage.push is true, and DVC has no default remote",
+            where="pipeline.yaml",
+            rule="every finished stage is pushed",
+            mend="dvc remote add --default NAME URL, or lineage.push: false",
+        )
+
+
+def _choose(path: Path, request: Request, continues: str | None) -> str:
+    """The round to run, appended if it is new. Under the lock, so that two flows never choose the same next round."""
+    from flows.rounds import append_round, next_round, parse_overrides
+
+    pipeline = config.load(path)
+    last = list(pipeline.rounds)[-1]
+    status = champion.status(path.parent, last)
+    name = request.round or continues
+    if name is None and status == "awaiting":
+        name = last
+    if name is None or (name not in pipeline.rounds and config.ROUND_NAME.fullmatch(name)):
+        try:
+            following, is_new = next_round(pipeline, path.parent)
+        except BadInput as error:
+            raise (LoopStopped(str(error)) if status == "stopped" else error) from None
+        if name is not None and not is_new:
+            raise BadInput(
+                f"{name} is not declared, and {following} is not decided yet",
+                where=str(path),
+                rule="a round is appended after one that is decided",
+                mend=f"python -m flows run --round {following}",
+            )
+        name = name or following
+    overrides = parse_overrides(request.overrides) if request.overrides else None
+    if name not in pipeline.rounds or overrides or request.template:
+        append_round(path, name, template=request.template, overrides=overrides)
+    return name
+
+
+def _round_of(pipeline: Pipeline, stage: str) -> str:
+    """The round that a stage belongs to; the first one for those before all rounds."""
+    key = stage.partition("@")[2]
+    if key in pipeline.candidates:
+        return pipeline.candidates[key].round
+    return key if key in pipeline.rounds else next(iter(pipeline.rounds))
+
+
+def _check_stage(name: str, folder: Path) -> None:
+    """A stage by itself: it exists, and what it reads is up to date."""
+    from difflib import get_close_matches
+
+    plan = {stage.name: stage for stage in make_plan(None, folder)}
+    if name not in plan:
+        near = get_close_matches(name, plan, n=3, cutoff=0.5)
+        raise BadInput(
+            f"no stage {name}",
+            where="dvc.yaml",
+            rule="a stage is named like data, reward_model@r1 or policy@r1-ppo",
+            mend="use " + (", ".join(near) if near else ", ".join(plan)),
+        )
+    stale = [before for before in _ancestors(plan, name) if plan[before].runs]
+    if stale:
+        raise BadInput(
+            f"{', '.join(stale)} would run before {name}",
+            where="dvc.yaml",
+            rule="a stage by itself reads what is up to date",
+            mend=f"run the round (python -m flows run), or dvc repro {name}",
+        )
+
+
+def _ancestors(plan: Mapping[str, Stage], name: str) -> list[str]:
+    wanted: set[str] = set()
+    left = list(plan[name].after)
+    while left:
+        before = left.pop()
+        if before not in wanted:
+            wanted.add(before)
+            left += plan[before].after
+    return [stage for stage in plan if stage in wanted]

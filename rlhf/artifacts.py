@@ -100,7 +100,7 @@ def remake(path: str | Path) -> str:
         return "dvc repro"
     if inside[2:] == ("metrics", "decision.json"):
         return f"dvc repro promote@{inside[1]}"
-    if inside[0] == "data" or inside[:3] == ("runs", "r0", "preferences"):
+    if inside[0] == "data" or inside[1:3] in (("r0", "preferences"), ("r0", "reward_model")):
         return "dvc repro data"
     if len(inside) >= 3 and inside[1] == "r0":
         return "dvc repro sft"

@@ -13,13 +13,22 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from datetime import date, datetime
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 
-from rlhf import presets
+from rlhf import presets, yaml12
 from rlhf.candidates import (
     IMPORTED,
     TIE_KINDS,
@@ -42,6 +51,7 @@ from rlhf.sections import (
     Finite,
     Fraction,
     ImportPath,
+    NonNegative,
     Positive,
     PositiveFloat,
     RoundName,
@@ -198,10 +208,15 @@ class Data(Section):
 
 
 class Gold(Section):
-    """What is meant: a program by import path, with `score(prompts, responses, ended)`."""
+    """What is meant: a program by import path, with `score(prompts, responses, ended)`.
+
+    `batch_size` answers are scored per call; a stage that is killed keeps what finished calls returned. None:
+    all answers of a sampling in one call.
+    """
 
     kind: Literal["program"]
     path: ImportPath
+    batch_size: Positive | None = None
 
 
 # --- resources, tracking -------------------------------------------------------------------------
@@ -215,14 +230,36 @@ class Threads(Section):
     evaluate: Positive
 
 
+class Checkpoints(Section):
+    """What a stage writes to continue from when it is killed, under `.scratch/resume`.
+
+    A checkpoint is due after `every_steps` steps or `every_minutes` minutes, whichever comes first. The
+    last `keep` are kept, fewer if they would take more than `max_gigabytes` (10^9 bytes) of disk.
+    """
+
+    every_steps: Positive
+    every_minutes: PositiveFloat
+    keep: Positive
+    max_gigabytes: PositiveFloat
+
+
 class Resources(Section):
     threads: Threads
     parallel: Positive
     gpus: Count
+    checkpoints: Checkpoints
+    cost_per_hour: NonNegative | None = None
 
 
 class Tracking(Section):
     uri: str | None
+
+
+class Lineage(Section):
+    """What the flow keeps of a round: `commit`, one git commit and a tag; `push`, `dvc push` of every stage."""
+
+    commit: bool
+    push: bool
 
 
 # --- training ------------------------------------------------------------------------------------
@@ -250,10 +287,34 @@ class SimulatedLabeler(Section):
 
 
 class ProgramLabeler(Section):
-    """An importable function (prompts, first, second) -> list of "first" | "second" | "tie"."""
+    """An importable function (prompts, first, second) -> list of "first" | "second" | "tie".
+
+    `batch_size` comparisons are asked per call; a stage that is killed keeps the labels of finished calls. None:
+    all comparisons of the round in one call.
+    """
 
     kind: Literal["program"]
     path: ImportPath
+    batch_size: Positive | None = None
+
+
+class CarryOver(Section):
+    """A part of the earlier rounds' pairs: those of the `last` rounds, or a `sample` of so many pairs."""
+
+    last: Positive | None = None
+    sample: Positive | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> CarryOver:
+        if (self.last is None) == (self.sample is None):
+            raise ValueError("has one key; write {last: N} rounds or {sample: N} pairs")
+        return self
+
+
+def _kind_of_carry_over(value: Any) -> str | None:
+    if value in ("all", "none"):
+        return "[word]"
+    return "[part]" if isinstance(value, (Mapping, CarryOver)) else None
 
 
 class Preferences(Section):
@@ -265,7 +326,14 @@ class Preferences(Section):
     pairs: Literal["all", "adjacent", "best_worst"]
     labeler: Annotated[SimulatedLabeler | ProgramLabeler, Field(discriminator="kind")]
     ties: Literal["drop", "keep"]
-    carry_over: Literal["all", "none"]
+    carry_over: Annotated[
+        Annotated[Literal["all", "none"], Tag("[word]")] | Annotated[CarryOver, Tag("[part]")],
+        Discriminator(
+            _kind_of_carry_over,
+            custom_error_type="carry_over",
+            custom_error_message="must be all, none, {last: N} rounds or {sample: N} pairs",
+        ),
+    ]
 
     @model_validator(mode="after")
     def _best_worst(self) -> Preferences:
@@ -278,6 +346,9 @@ class Preferences(Section):
 
 
 class RewardModel(Optimization):
+    """`init` is what a member starts as: the incoming `policy` with a new head, or the `previous` round's member."""
+
+    init: Literal["policy", "previous"]
     members: Positive
     epochs: Positive
     groups_per_batch: Positive
@@ -293,11 +364,49 @@ class RewardModel(Optimization):
         return self
 
 
+def _iso(value: str) -> str:
+    try:
+        datetime.fromisoformat(value)
+    except ValueError:
+        raise ValueError(
+            f"{value!r} is no date and time; write it like 2026-01-31T09:30:00+00:00"
+        ) from None
+    return value
+
+
+When = Annotated[str, AfterValidator(_iso)]
+"""A date and time in ISO 8601."""
+
+
+class Decision(Section):
+    """What a person decided in place of the gate, by whom, why and when."""
+
+    choice: Literal["promote", "keep", "stop"]
+    candidate: str | None
+    because: Annotated[str, Field(min_length=1)]
+    by: Annotated[str, Field(min_length=1)]
+    at: When
+
+    @model_validator(mode="after")
+    def _candidate(self) -> Decision:
+        if self.choice == "promote" and self.candidate is None:
+            raise ValueError("choice=promote: names no candidate; write which under candidate")
+        if self.choice != "promote" and self.candidate is not None:
+            raise ValueError(
+                f"choice={self.choice}: promotes no candidate; write candidate: null, or choice: promote"
+            )
+        return self
+
+
 class Round(Section):
+    """`init` is the policy that every candidate starts as: the `previous` (promoted by `from`) or `initial` (r0)."""
+
     from_: Annotated[RoundName, Field(alias="from")]
     sample_from: RoundName
+    init: Literal["initial", "previous"]
     preferences: Preferences
     reward_model: RewardModel
+    decision: Decision | None
 
     @model_validator(mode="after")
     def _ties(self) -> Round:
@@ -318,11 +427,15 @@ MetricName = Literal[
     "win_rate",
     "win_rate_lower",
     "win_rate_upper",
+    "win_rate_initial",
+    "win_rate_initial_lower",
+    "win_rate_initial_upper",
     "kl_nats",
     "length_mean",
     "length_ratio",
     "entropy_nats",
     "ended_fraction",
+    "alarms",
 ]
 METRICS: tuple[str, ...] = get_args(MetricName)
 
@@ -350,9 +463,34 @@ class Rule(Section):
         return self
 
 
-class Gate(Section):
+class TieBreak(Section):
     metric: MetricName
+    prefer: Literal["lower", "higher"]
+
+
+class Gate(Section):
+    """Of the candidates that break no rule, the one with the highest `metric` is promoted.
+
+    Candidates whose metric is within `margin` of the highest are tied; `tie_break` decides among them, first
+    entry first. `on_fail` is for a round in which no candidate passes: `keep` the incoming policy, `stop` (keep
+    it, and start no further round until a person decides), or `ask` a person.
+    """
+
+    metric: MetricName
+    margin: NonNegative
+    tie_break: list[TieBreak]
     rules: list[Rule]
+    on_fail: Literal["keep", "stop", "ask"]
+
+
+class Rollback(Section):
+    """The champion is the policy that round `to` promoted, until a round after `after` promotes another."""
+
+    to: RoundName
+    after: RoundName
+    because: Annotated[str, Field(min_length=1)]
+    by: Annotated[str, Field(min_length=1)]
+    at: When
 
 
 class Pipeline(Section):
@@ -371,6 +509,8 @@ class Pipeline(Section):
     candidates: Annotated[dict[str, Candidate], Field(min_length=1)]
     evaluation: Evaluation
     gate: Gate
+    lineage: Lineage
+    rollback: Rollback | None = None
 
     def candidates_of(self, round_name: str) -> dict[str, AnyCandidate]:
         """The candidates of one round, in the file's order."""
@@ -448,7 +588,6 @@ def _module_exists(name: str, folder: Path) -> bool:
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """A YAML 1.2 mapping as plain Python, the way DVC reads it."""
-    from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError
 
     path = Path(path)
@@ -460,7 +599,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
             mend="change into the project's folder",
         )
     try:
-        raw = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
+        raw = yaml12.load(path.read_text(encoding="utf-8"))
     except (YAMLError, ValueError) as error:  # ValueError: no UTF-8, or no such date or number
         problem = " ".join(str(error).split())
         raise BadInput(f"not readable as YAML: {problem}", where=str(path)) from None
@@ -506,6 +645,11 @@ def resolved(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def as_yaml(pipeline: Pipeline) -> str:
     """The whole pipeline in full, presets and defaults written out, as YAML that reads back the same."""
+    return to_yaml(pipeline.model_dump(by_alias=True))
+
+
+def to_yaml(data: Mapping[str, Any]) -> str:
+    """Plain data as YAML, floats so that every reader takes them for numbers."""
     from ruamel.yaml import YAML
 
     yaml = YAML()
@@ -514,16 +658,18 @@ def as_yaml(pipeline: Pipeline) -> str:
         type(None), lambda dumper, _: dumper.represent_scalar("tag:yaml.org,2002:null", "null")
     )
     yaml.representer.add_representer(
-        float, lambda dumper, x: dumper.represent_scalar("tag:yaml.org,2002:float", _written(x))
+        float, lambda dumper, x: dumper.represent_scalar("tag:yaml.org,2002:float", written(x))
     )
     text = io.StringIO()
-    yaml.dump(pipeline.model_dump(by_alias=True), text)
+    yaml.dump(dict(data), text)
     return text.getvalue()
 
 
-def _written(number: float) -> str:
+def written(number: float) -> str:
     """A float that every YAML reader takes for a number: 1.0e-05, not 1e-05."""
     mantissa, e, exponent = repr(number).partition("e")
+    if e and exponent[0] not in "+-":
+        exponent = f"+{exponent}"
     return f"{mantissa}{'' if '.' in mantissa else '.0'}{e}{exponent}"
 
 
@@ -569,6 +715,10 @@ def _cross_checks(raw: Mapping[str, Any]) -> Iterator[str]:
                         f"use one of {', '.join(known)}"
                     )
         known.append(name)
+        yield from _warm_start(name, rounds)
+        yield from _decision(name, body, candidates)
+    rollback = _mapping(raw, "rollback")
+    yield from _rollback(rollback, known)
     for name, body in candidates.items():
         if not isinstance(body, dict) or not isinstance(body.get("round"), str):
             continue
@@ -582,7 +732,7 @@ def _cross_checks(raw: Mapping[str, Any]) -> Iterator[str]:
         if not re.fullmatch(re.escape(home) + r"-[a-z0-9_]+", str(name)):
             yield f"candidates.{name}: the name must be {home}-<name> in a-z, 0-9, _; rename it"
         start = rounds[home].get("from") if isinstance(rounds[home], dict) else None
-        if start is not None and body.get("from") not in (None, start):
+        if isinstance(start, str) and body.get("from") not in (None, start):
             yield (
                 f"candidates.{name}.from={body['from']}: differs from rounds.{home}.from={start}; "
                 f"write {start}"
@@ -631,10 +781,57 @@ def _cross_checks(raw: Mapping[str, Any]) -> Iterator[str]:
         if _mapping(raw, "evaluation").get("select") == "best_gold":
             yield "evaluation.select=best_gold: no gold is declared; use last or best_proxy"
         gate = _mapping(raw, "gate")
-        rules = gate["rules"] if isinstance(gate.get("rules"), list) else []
-        names = [gate.get("metric"), *(r.get("metric") for r in rules if isinstance(r, dict))]
+        parts = [gate.get(key) for key in ("rules", "tie_break")]
+        listed = [part for parts_ in parts if isinstance(parts_, list) for part in parts_]
+        names = [gate.get("metric"), *(p.get("metric") for p in listed if isinstance(p, dict))]
         if "gold_mean" in names:
             yield "gate: uses gold_mean but no gold is declared; use win_rate or proxy_mean"
+
+
+def _rollback(rollback: Mapping[str, Any], known: list[str]) -> Iterator[str]:
+    """It names declared rounds, and goes back."""
+    named = {key: rollback[key] for key in ("to", "after") if isinstance(rollback.get(key), str)}
+    for key, name in named.items():
+        if name not in known:
+            yield f"rollback.{key}={name}: no such round; use one of {', '.join(known)}"
+    places = [known.index(name) for name in named.values() if name in known]
+    if len(places) == 2 and places[0] > places[1]:
+        yield (
+            f"rollback.to={named['to']}: comes after rollback.after={named['after']}; "
+            "a rollback goes back to an earlier round"
+        )
+
+
+def _warm_start(name: str, rounds: Mapping[Any, Any]) -> Iterator[str]:
+    """A committee that starts as the previous one needs one of the same size."""
+    own = _mapping(_mapping(rounds, name), "reward_model")
+    if own.get("init") != "previous":
+        return
+    start = _mapping(rounds, name).get("from")
+    if start == "r0":
+        yield (
+            f"rounds.{name}.reward_model.init=previous: r0 has no reward model to start from; "
+            "use policy"
+        )
+    members = _mapping(_mapping(rounds, str(start)), "reward_model").get("members")
+    if members is not None and members != own.get("members"):
+        yield (
+            f"rounds.{name}.reward_model.init=previous: rounds.{start} has {members} members, this "
+            f"one {own.get('members')}; use as many, or init: policy"
+        )
+
+
+def _decision(name: str, body: Any, candidates: Mapping[Any, Any]) -> Iterator[str]:
+    """A person can promote only a candidate of the round."""
+    chosen = _mapping(body, "decision").get("candidate") if isinstance(body, dict) else None
+    if chosen is None:
+        return
+    own = [k for k, c in candidates.items() if isinstance(c, dict) and c.get("round") == name]
+    if chosen not in own:
+        yield (
+            f"rounds.{name}.decision.candidate={chosen}: not a candidate of {name}; "
+            f"use one of {', '.join(map(str, own))}"
+        )
 
 
 def _readable(error: ValidationError) -> Iterator[str]:
@@ -649,11 +846,12 @@ def _readable(error: ValidationError) -> Iterator[str]:
             mend = "write it under options:" if own else _suggest(place[-1], around)
             yield f"{path}: unknown key; {mend}"
         elif kind == "missing":
-            yield f"{path}: required and missing; add it"
+            yield f"{path}: required and missing; add it{_line_to_add(path)}"
         elif kind == "literal_error" and item["loc"][-1] == "[key]":
             yield f"{path}: unknown key; use {context['expected']}"
         elif kind == "literal_error":
-            yield f"{path}={value!r}: must be one of {context['expected']}"
+            near = _near(value, re.findall("'([^']*)'", context["expected"]))
+            yield f"{path}={value!r}: must be one of {context['expected']}{near}"
         elif kind == "union_tag_invalid":
             expected = context["expected_tags"].replace(
                 f"'{IMPORTED}'", "an import path like my_package.my_function"
@@ -670,12 +868,42 @@ def _readable(error: ValidationError) -> Iterator[str]:
                 yield f"{path}{'.' if _STARTS_WITH_KEY.match(problem) else ': '}{problem}"
         elif kind in ("float_type", "int_type", "int_from_float") and isinstance(value, str):
             yield f"{path}='{value}': must be a number, not text; remove the quotes (write 1.0e-5)"
+        elif kind == "string_type" and place[-1] in _NAMES_A_ROUND and isinstance(value, int):
+            yield f"{path}={value}: a round name is text like r{value}, not a number; write r{value}"
+        elif kind == "string_type" and isinstance(value, date):
+            yield f'{path}={value}: must be text, not a date; write it in quotes: "{value}"'
         elif kind in ("dict_type", "model_type", "model_attributes_type"):
             yield f"{path}{shown}: must be a mapping of keys to values; write its keys below it"
         elif kind == "too_short" and isinstance(value, dict):
             yield f"{path}: empty; declare at least {context['min_length']}"
         else:
             yield f"{path}{shown}: {_lower(item['msg'])}"
+
+
+_NAMES_A_ROUND = ("from", "sample_from", "round", "to", "after")
+
+# Keys that files from before them lack, with what keeps such a file doing what it did.
+_LINES_TO_ADD = {
+    "resources.checkpoints": "{every_steps: 25, every_minutes: 5.0, keep: 2, max_gigabytes: 20.0}",
+    "rounds.*.init": "previous",
+    "rounds.*.reward_model.init": "policy",
+    "rounds.*.decision": "null",
+    "gate.margin": "0.0",
+    "gate.tie_break": "[]",
+    "gate.on_fail": "keep",
+    "lineage": "{commit: true, push: false}",
+}
+
+
+def _line_to_add(path: str) -> str:
+    value = _LINES_TO_ADD.get(re.sub(r"^rounds\.[^.]+", "rounds.*", path))
+    return "" if value is None else f": `{path.rpartition('.')[2]}: {value}`"
+
+
+def _near(value: Any, names: list[str]) -> str:
+    close = difflib.get_close_matches(str(value), names, n=1, cutoff=0.6)
+    close = close or [name for name in names if name.startswith(f"{value}_")]
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 _STARTS_WITH_KEY = re.compile(r"[a-z_.]+=")
@@ -686,7 +914,7 @@ def _place(
 ) -> tuple[list[str], list[type[Section]], list[type[Section]]]:
     """An error's place as people write it, the sections its last key may belong to, those below it.
 
-    Pydantic also names the member of a union and "[key]", which are no keys of the file.
+    Pydantic also names the member of a union, "[key]" and "[word]", which are no keys of the file.
     """
     place: list[str] = []
     around: list[type[Section]] = [Pipeline]
@@ -695,7 +923,7 @@ def _place(
         fields = {f.alias or n: f for section in below for n, f in section.model_fields.items()}
         if part in _tags(below) and part not in fields:
             below = [section for section in below if _tag(section) == part]
-        elif part != "[key]":
+        elif not str(part).startswith("["):
             place.append(str(part))
             around = below
             below = _classes(fields[str(part)].annotation) if part in fields else below

@@ -207,9 +207,13 @@ EVALUATIONS = _schema(
         "length_ratio": _number(_between(0, _INF)),
         "entropy_nats": _number(_between(0, _INF)),
         "ended_fraction": _number(_between(0, 1)),
+        "alarms": _number(_between(0, _INF), nullable=True),
         "win_rate": _number(_between(0, 1)),
         "win_rate_lower": _number(_between(0, 1)),
         "win_rate_upper": _number(_between(0, 1)),
+        "win_rate_initial": _number(_between(0, 1)),
+        "win_rate_initial_lower": _number(_between(0, 1)),
+        "win_rate_initial_upper": _number(_between(0, 1)),
         "judge": _text(_filled()),
         "selected": _flag(),
         r"^gold/.+$": pa.Column(
@@ -220,9 +224,20 @@ EVALUATIONS = _schema(
         "win_rate_lower <= win_rate <= win_rate_upper",
         lambda t: t["win_rate"].between(t["win_rate_lower"] - 1e-9, t["win_rate_upper"] + 1e-9),
     ),
+    _rule(
+        "win_rate_initial_lower <= win_rate_initial <= win_rate_initial_upper",
+        lambda t: t["win_rate_initial"].between(
+            t["win_rate_initial_lower"] - 1e-9, t["win_rate_initial_upper"] + 1e-9
+        ),
+    ),
     unique=["checkpoint", "split"],
 )
-"""One row per checkpoint and prompt split, with a column gold/<part> per part of gold."""
+"""One row per checkpoint and prompt split, with a column gold/<part> per part of gold.
+
+win_rate and length_ratio are against the incoming policy, win_rate_initial against r0's; kl_nats is to the policy
+that candidates start as. alarms: how many things training warned of, 0 for the incoming policy; null where the
+candidate was trained before there were alarms.
+"""
 
 SHOWN = _schema(
     "shown",

@@ -26,10 +26,20 @@ class StageFailed(Exception):
     exit_code = 1
 
 
+class Interrupted(BaseException):
+    """The stage was asked to stop and saved a checkpoint first. Exit code 75: run it again to continue.
+
+    Not an Exception, as KeyboardInterrupt is not one: nothing on the way may take it for a failure.
+    """
+
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h
+
+
 FULL = "the disk is full"
 _FULL_CODES = (errno.ENOSPC, errno.EDQUOT)
 _FULL_WORDS = ("No space left on device", "disk is full", "Disk quota exceeded")
-_OUT_OF_MEMORY = ("OutOfMemoryError", "can't allocate memory")  # torch's, on CUDA and on CPU
+OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "can't allocate memory", "_ALLOC_FAILED")
+"""Words in which torch says so, of a GPU, of the CPU and in its libraries."""
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 _MENDS = {
     FULL: "free some space (dvc gc --workspace removes old outputs), then run again",
@@ -55,12 +65,17 @@ def explain(error: BaseException) -> tuple[str, int]:
 
     A fault that nobody foresaw keeps its traceback, above the message.
     """
-    if isinstance(error, (BadInput, StageFailed)):
+    if isinstance(error, (BadInput, StageFailed, Interrupted)):
         return str(error), error.exit_code
     if isinstance(error, KeyboardInterrupt):
         return "stopped; finished stages are kept, run again to go on", 1
-    if isinstance(error, MemoryError) or any(words in repr(error) for words in _OUT_OF_MEMORY):
-        return "out of memory\n  mend: lower micro_batch_size", 1
+    if isinstance(error, MemoryError) or any(words in repr(error) for words in OUT_OF_MEMORY):
+        return (
+            "out of memory\n"
+            "  mend: lower micro_batch_size, and the stage starts over; or end what else uses it and run "
+            "again, and the stage continues from its last checkpoint",
+            1,
+        )
     problem = disk_problem(error)
     if problem is not None:
         name = getattr(error, "filename", None)

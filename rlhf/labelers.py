@@ -41,6 +41,15 @@ class Answers:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def part(self, start: int, stop: int) -> Answers:
+        """Those from `start` to before `stop`."""
+        return Answers(
+            self.ids[start:stop],
+            self.responses[start:stop],
+            self.ended[start:stop],
+            None if self.gold is None else self.gold[start:stop],
+        )
+
 
 class Labeler(Protocol):
     """Compares answers to the same prompts."""
@@ -48,6 +57,10 @@ class Labeler(Protocol):
     @property
     def name(self) -> str:
         """Goes into the `labeler` column of the pairs."""
+
+    @property
+    def batch_size(self) -> int | None:
+        """Comparisons per call; None: all at once."""
 
     def label(self, prompts: Sequence[str], first: Answers, second: Answers) -> list[Label]:
         """The better answer of each comparison, or "tie"."""
@@ -65,7 +78,7 @@ class SimulatedLabeler:
             raise ValueError(f"noise must be finite and > 0, got {noise}")
         if not 0 <= flip < 0.5:
             raise ValueError(f"flip must be in [0, 0.5), got {flip}")
-        self.name = "simulated"
+        self.name, self.batch_size = "simulated", None
         self._gold, self._noise, self._flip, self._seed = gold, noise, flip, seed
 
     def label(self, prompts: Sequence[str], first: Answers, second: Answers) -> list[Label]:
@@ -104,8 +117,8 @@ class SimulatedLabeler:
 class ProgramLabeler:
     """A user's function `(prompts, first: Answers, second: Answers) -> list of labels`."""
 
-    def __init__(self, path: str) -> None:
-        self.name = path
+    def __init__(self, path: str, batch_size: int | None = None) -> None:
+        self.name, self.batch_size = path, batch_size
         self._function = _import_function(path)
 
     def label(self, prompts: Sequence[str], first: Answers, second: Answers) -> list[Label]:
@@ -136,7 +149,7 @@ def build(
 ) -> Labeler:
     """The labeler that a round declares."""
     if isinstance(labeler, config.ProgramLabeler):
-        return ProgramLabeler(labeler.path)
+        return ProgramLabeler(labeler.path, labeler.batch_size)
     if gold is None:
         raise BadInput(
             "kind=simulated needs gold, and gold is null",
@@ -144,6 +157,33 @@ def build(
             mend="declare gold, or use labeler.kind=program",
         )
     return SimulatedLabeler(load_gold(gold), labeler.noise, labeler.flip, seed)
+
+
+def label_all(
+    labeler: Labeler,
+    prompts: Sequence[str],
+    first: Answers,
+    second: Answers,
+    *,
+    given: Sequence[Label] = (),
+    on_call: Callable[[list[Label]], None] | None = None,
+) -> list[Label]:
+    """The labeler's word on every comparison, asked in calls of its `batch_size`.
+
+    Args:
+        given: labels of the first comparisons, from an earlier attempt; they are not asked for again.
+        on_call: called after each call with all labels so far, to save what may have cost money.
+    """
+    labels = list(given)
+    size = labeler.batch_size or max(1, len(prompts))
+    for start in range(len(labels), len(prompts), size):
+        stop = start + size
+        labels += labeler.label(
+            prompts[start:stop], first.part(start, stop), second.part(start, stop)
+        )
+        if on_call is not None:
+            on_call(labels)
+    return labels
 
 
 def choose_pairs(rule: PairRule, group: pd.DataFrame) -> list[tuple[int, int]]:

@@ -106,6 +106,28 @@ class Learner:
         joined = {key: float(value) for key, value in combine_metrics(metrics, weights).items()}
         return {**joined, "loss": loss, "grad_norm": norm, "learning_rate": rate}
 
+    def state_dict(self) -> dict[str, Any]:
+        """Everything of the loop except the weights, which are the model's own to save. Not copied."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "updates": self.updates,
+            "ema": None if self.ema is None else self.ema.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state, on the parameters' devices. Takes its tensors over.
+
+        Raises ValueError if the state is not of a learner with these parameters.
+        """
+        if (self.ema is None) != (state["ema"] is None):
+            raise ValueError("only one of the learner and its saved state averages the weights")
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        self.updates = state["updates"]
+        if self.ema is not None:
+            self.ema.load_state_dict(state["ema"])
+
     def _non_finite(
         self, what: str, value: float, name: str, metrics: Mapping[str, Tensor], consequence: str
     ) -> StageFailed:

@@ -3,7 +3,7 @@
 The owners are every ancestor process up to DVC, and those named in ROUNDHOUSE_OWNERS (the flow and
 its worker) as `pid:start` words. The start time makes the pair safe against reused process ids. A
 thread looks twice a second; when an owner is gone it sends this process SIGTERM, so that the stage
-saves its checkpoint, and SIGKILL when that takes too long.
+saves its checkpoint, and SIGKILL when that takes longer than ROUNDHOUSE_GRACE seconds.
 
 Call `hold()` before importing torch: the seconds an import takes are guarded too.
 """
@@ -15,9 +15,15 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rlhf.errors import BadInput
+
 OWNERS_VARIABLE = "ROUNDHOUSE_OWNERS"
+GRACE_VARIABLE = "ROUNDHOUSE_GRACE"
+_GRACE = 25.0  # Prefect's worker kills a cancelled run after 30 s
+_PROGRAMS = ("dvc", "flows.dvcrun")
 
 
 @dataclass(frozen=True)
@@ -62,26 +68,56 @@ def owners() -> list[str] | None:
     return found + os.environ.get(OWNERS_VARIABLE, "").split()
 
 
-def hold(every: float = 0.5, grace: float = 20.0) -> bool:
+def grace() -> float:
+    """Seconds that a process has between SIGTERM and SIGKILL to finish its step and save: ROUNDHOUSE_GRACE, else 25."""
+    text = os.environ.get(GRACE_VARIABLE, "")
+    try:
+        seconds = float(text or _GRACE)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise BadInput(
+            f"{GRACE_VARIABLE}={text}",
+            where="environment",
+            rule="seconds between SIGTERM and SIGKILL, >= 0",
+            mend=f"unset it (then {_GRACE:g}), or give it the seconds that a step and its checkpoint take",
+        )
+    return seconds
+
+
+def hold(every: float = 0.5, grace: float | None = None) -> bool:
     """Tie this process to its owners, if DVC or a flow started it. Returns whether it is tied.
 
     Args:
         every: seconds between looks.
-        grace: seconds between SIGTERM and SIGKILL.
+        grace: seconds between SIGTERM and SIGKILL; None: as `grace()` says.
     """
     if not (os.environ.get("DVC_STAGE") or os.environ.get(OWNERS_VARIABLE)):
         return False
-    watched = owners()
+    watch(owners(), every=every, grace=grace)
+    return True
 
-    def watch() -> None:
-        while watched is not None and all(alive(owner) for owner in watched):
+
+def watch(owners: Sequence[str] | None, every: float = 0.5, grace: float | None = None) -> None:
+    """End this process, as `hold` does, when one of these `pid:start` owners ends; None: it has ended already."""
+    seconds = _grace_of_a_stage() if grace is None else grace
+
+    def look() -> None:
+        while owners is not None and all(alive(owner) for owner in owners):
             time.sleep(every)
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(grace)
+        time.sleep(seconds)
         os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))
 
-    threading.Thread(target=watch, name="lifeline", daemon=True).start()
-    return True
+    threading.Thread(target=look, name="lifeline", daemon=True).start()
+
+
+def _grace_of_a_stage() -> float:
+    """A wrong ROUNDHOUSE_GRACE is told by the flow; a stage by itself takes the default."""
+    try:
+        return grace()
+    except BadInput:
+        return _GRACE
 
 
 def _look(pid: int) -> _Process | None:
@@ -126,4 +162,4 @@ def _command_line(pid: int) -> list[str]:
 
 
 def _is_dvc(pid: int) -> bool:
-    return any(os.path.basename(word) == "dvc" for word in _command_line(pid)[:3])
+    return any(os.path.basename(word) in _PROGRAMS for word in _command_line(pid)[:3])

@@ -10,11 +10,11 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -36,13 +36,14 @@ class Progress:
         stage: what is running, like `policy r1-ppo`.
         total: how many units there are; may be changed later by assigning `total`.
         unit: what is counted.
+        done: units that an earlier process finished; seconds and tokens are of this one alone.
     """
 
-    def __init__(self, stage: str, total: int, unit: str = "steps") -> None:
+    def __init__(self, stage: str, total: int, unit: str = "steps", *, done: int = 0) -> None:
         self.stage = stage
         self.total = total
         self.unit = unit
-        self.done = 0
+        self.done = self.before = done
         self.tokens = 0
         self.numbers: dict[str, float] = {}
         self._start = time.monotonic()
@@ -83,6 +84,8 @@ class Progress:
         """
         self.done = done
         self.tokens += tokens
+        if Clock.current is not None:
+            Clock.current.tokens += tokens
         self.numbers.update(numbers)
         if self._file is not None:
             self._write(force=done >= self.total)
@@ -111,7 +114,8 @@ class Progress:
 
     def text(self) -> str:
         """One plain line."""
-        parts = [f"{self.done}/{self.total} {self.unit} in {self.seconds:.1f} s"]
+        own = f", the last {self.done - self.before}" if self.before else ""
+        parts = [f"{self.done}/{self.total} {self.unit}{own} in {self.seconds:.1f} s"]
         return ", ".join([*parts, *filter(None, [describe(self.as_dict())])])
 
     def _write(self, *, force: bool = False, ended: bool = False) -> None:
@@ -135,7 +139,9 @@ class Progress:
             console=Console(stderr=True),
         )
         self._bar.start()
-        self._task = self._bar.add_task(self.stage, total=self.total, numbers="")
+        self._task = self._bar.add_task(
+            self.stage, total=self.total, completed=self.before, numbers=""
+        )
 
 
 def describe(state: dict[str, Any]) -> str:
@@ -150,15 +156,19 @@ def describe(state: dict[str, Any]) -> str:
 class Clock:
     """Wall seconds per named part of a stage.
 
-        clock = Clock("policy@r1-ppo")     # first line of main(): what came before counts as
-        "imports" with clock("sampling"): ... clock.write()                      #
-        .scratch/timings/policy@r1-ppo.json
+        clock = Clock("policy@r1-ppo")  # first line of run(): what came before counts as "imports"
+        with clock("sampling"): ...
+        clock.write()                   # .scratch/timings/policy@r1-ppo.json
 
-    A part inside another is counted in both.
+    A part inside another is counted in both. Tokens that a `Progress` is told of are counted along.
     """
+
+    current: ClassVar[Clock | None] = None
 
     def __init__(self, stage: str) -> None:
         self.stage = stage
+        self.tokens = 0
+        Clock.current = self
         self.seconds: dict[str, float] = {"imports": _process_age()}
         self._start = time.perf_counter() - self.seconds["imports"]
 
@@ -172,13 +182,29 @@ class Clock:
             self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
 
     def as_dict(self) -> dict[str, Any]:
-        """Seconds per part and in total since the process started, and the peak memory in MB."""
+        """Seconds per part and in total since the process started, tokens, and the peak memory in MB."""
         return {
             "stage": self.stage,
             "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
             "total_seconds": round(time.perf_counter() - self._start, 3),
+            "tokens": self.tokens,
             "peak_rss_mb": round(_peak_rss_mb(), 1),
         }
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was measured so far."""
+        return {
+            "seconds": dict(self.seconds),
+            "total": time.perf_counter() - self._start,
+            "tokens": self.tokens,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Count what an earlier process measured, up to its checkpoint, in."""
+        for name, seconds in state["seconds"].items():
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        self._start -= state["total"]
+        self.tokens += state["tokens"]
 
     def write(self, path: str | Path | None = None) -> Path:
         """Write the timings as JSON; by default to `.scratch/timings/<stage>.json`."""

@@ -12,10 +12,14 @@ Every run is flat (nested runs do not overlay in MLflow's charts) and is found a
 `rlhf.key` and `rlhf.fingerprint`: the same settings continue or replace their run, changed settings
 make another. A point is written once: timestamps follow from the step, and a rerun that measures
 other values replaces the run instead of doubling its points.
+
+A stage that continues from a checkpoint says so by `Run.resume`: what the killed attempt logged after
+that checkpoint is forgotten, what it logged before stays. Any other attempt starts over.
 """
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import json
 import logging
@@ -28,13 +32,15 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from rlhf import champion
+from rlhf.errors import BadInput
 from rlhf.lifeline import alive, ident
 from rlhf.progress import write_json
 
@@ -44,6 +50,8 @@ if TYPE_CHECKING:
     from rlhf.config import Pipeline
 
 FORWARDER_VARIABLE = "ROUNDHOUSE_FORWARDER"
+TRY_VARIABLE = "ROUNDHOUSE_TRY"
+"""Name of the try that a stage belongs to; its runs stay out of the round's own charts."""
 FLOW_RUN_VARIABLES = ("ROUNDHOUSE_FLOW_RUN_ID", "PREFECT__FLOW_RUN_ID")
 SPOOL = Path(".scratch/tracking")
 UI = "http://127.0.0.1:5000"
@@ -54,6 +62,7 @@ _SECONDS_BEFORE_THREAD = 20.0
 _SECONDS_BETWEEN_DRAINS = 5.0
 _MAX_PARAMS, _MAX_PARAM_LENGTH, _MAX_KEY_LENGTH = 500, 500, 250
 _MAX_TAG_LENGTH = 5000
+_NON_FINITE = "rlhf.non_finite"
 _BATCH_METRICS, _BATCH_PARAMS = 1000, 100
 _MILLISECONDS_PER_STEP = 1000
 
@@ -92,6 +101,8 @@ def stage_run(
     tags = {"rlhf.round": round, "rlhf.kind": kind, "rlhf.stage": stage, "rlhf.key": key}
     if algorithm is not None:
         tags["rlhf.algorithm"] = algorithm
+    if os.environ.get(TRY_VARIABLE):
+        tags |= {"rlhf.try": os.environ[TRY_VARIABLE], "rlhf.kind": f"try-{kind}"}
     return Run(
         folder=Path(folder).resolve(),
         experiment=pipeline.project,
@@ -137,9 +148,11 @@ class Run:
         }
         self._names: dict[str, str] = {}  # metric name -> curve | summary
         self._non_finite: list[str] = []
+        self._began: int | None = None  # bytes in the spool before this attempt
         self._background: _Background | None = None
 
     def __enter__(self) -> Run:
+        self._began = self._path.stat().st_size if self._path.exists() else 0
         self._append(self._start)
         _open_runs.append(self)
         if not _forwarder_lives():
@@ -161,6 +174,31 @@ class Run:
         begun = self._background.stop() if self._background is not None else False
         if status != "KILLED" or begun:  # ended from outside: leave the seconds to the checkpoint
             forward(self._folder)
+
+    def position(self) -> int:
+        """Where the run is, for a checkpoint: bytes of the spool, all events so far on the disk."""
+        if not self._path.exists():
+            return 0
+        handle = os.open(self._path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+            return os.fstat(handle).st_size
+        finally:
+            os.close(handle)
+
+    def resume(self, position: int) -> None:
+        """Go on from a checkpoint, before logging: the run has what it had at that `position`, and no more.
+
+        A spool that was wiped since has nothing to keep; what MLflow holds of the run then stays up to
+        the first step that is measured again.
+        """
+        if self._began is None:
+            raise RuntimeError("resume a run inside its with block")
+        lost = position > self._began
+        kept = [] if lost else _Tail(self._path).read(0, position)[0]
+        for event in kept:
+            self._non_finite = _non_finite_names(event) or self._non_finite
+        self._append({"event": "resume", "position": 0 if lost else position, "lost": lost})
 
     def metrics(self, values: Mapping[str, float], step: int) -> None:
         """Points of curves; what is not finite is named in the tag `rlhf.non_finite` instead."""
@@ -245,38 +283,79 @@ class Run:
                 kept[name] = number
             else:
                 self._non_finite.append(name if step is None else f"{name}@{step}")
-                self.tags({"rlhf.non_finite": ", ".join(self._non_finite)[:_MAX_TAG_LENGTH]})
+                self.tags({_NON_FINITE: ", ".join(self._non_finite)[:_MAX_TAG_LENGTH]})
         return kept
 
     def _append(self, event: Mapping[str, Any]) -> None:
         _append(self._path, event)
 
 
-def register_champion(
-    pipeline: Pipeline,
-    round: str,
-    source_dir: str | Path,
-    metrics: Mapping[str, float],
-    folder: str | Path = ".",
-) -> None:
-    """Register the promoted policy.
+def register_champion(pipeline: Pipeline, folder: str | Path = ".") -> None:
+    """Let the registry follow `rlhf.champion`: its policy a version, with the alias `champion`.
 
-    A version of the model named after the project, alias `champion`.
-
-    The version points at the directory that DVC holds; nothing is uploaded.
+    The model is named after the project. A version points at the directory that DVC holds; nothing is
+    uploaded. There is one for each round and weights, however often this is called.
     """
+    from filelock import FileLock
+
     folder = Path(folder).resolve()
-    event = {
+    path = folder / SPOOL / _REGISTRY
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Read and written in one go, so that of two processes the later event knows of both their changes.
+    with FileLock(path.with_suffix(".lock"), timeout=120):
+        try:
+            _append(path, _champion_event(pipeline, folder))
+        except BadInput as error:
+            _log.warning("MLflow's alias champion stays where it is: %s", error)
+    if not _open_runs:
+        forward(folder)
+
+
+def _champion_event(pipeline: Pipeline, folder: Path) -> dict[str, Any]:
+    """The champion, the tags of its version, and those of the model that say why it is the champion now."""
+    from rlhf import config
+
+    if (folder / "pipeline.yaml").is_file():  # a rollback may have been written since the start
+        pipeline = config.load(folder / "pipeline.yaml")
+    best = champion.champion(pipeline, folder)
+    source = f"runs/{best.round}/promoted"
+    if not (folder / source).is_dir():
+        raise BadInput("the champion is not here", where=source, mend=f"dvc pull {source}")
+    decision = champion.read_decision(folder, best.round)
+    if decision is None and best.round != "r0":
+        raise BadInput(f"{best.round} is being decided again", where=source)
+    version = {"kind": "initial", "by": "none", "because": "fine-tuned start"}
+    metrics = {}
+    if decision is not None:
+        version["kind"] = "promotion" if decision["decision"] is None else "decision"
+        version["by"], version["because"], _ = champion.whose_word(decision)
+        row = next(r for r in decision["candidates"] if r["candidate"] == best.candidate)
+        metrics = {name: row[name] for name in config.METRICS if row.get(name) is not None}
+    alias = {**version, "kind": best.kind}
+    if best.kind == "rollback" and pipeline.rollback is not None:
+        alias |= {"by": pipeline.rollback.by, "because": pipeline.rollback.because}
+    named = {"round": best.round, "candidate": best.candidate or "none"}
+    return {
         "event": "champion",
         "uri": pipeline.tracking.uri,
         "model": pipeline.project,
-        "round": round,
-        "source": Path(os.path.relpath(Path(source_dir).resolve(), folder)).as_posix(),
-        "metrics": {name: float(value) for name, value in metrics.items()},
+        "source": source,
+        "identity": {"rlhf.round": best.round, "rlhf.weights": _weights(folder / source)},
+        "tags": {
+            **{f"rlhf.{name}": value for name, value in (named | version).items()},
+            "rlhf.path": source,
+            "rlhf.metrics": json.dumps(metrics, sort_keys=True),
+        },
+        "alias": {f"champion.{name}": value for name, value in (named | alias).items()},
     }
-    _append(folder / SPOOL / _REGISTRY, event)
-    if not _open_runs:
-        forward(folder)
+
+
+def _weights(policy: Path) -> str:
+    """sha256 of a promoted policy, from its lineage or, for the fine-tuned start, from sft's metrics."""
+    written = _read_json(policy / champion.LINEAGE).get("weights")
+    if policy.parent.name == "r0":
+        written = _read_json(policy.parent / "metrics" / "sft.json").get("weights_sha256")
+    return str(written or champion.policy_digest(policy))
 
 
 def tag_outputs(pipeline: Pipeline, round: str, folder: str | Path = ".") -> None:
@@ -301,6 +380,46 @@ def tag_outputs(pipeline: Pipeline, round: str, folder: str | Path = ".") -> Non
         )
     if not _open_runs:
         forward(folder)
+
+
+def log_rounds(
+    pipeline: Pipeline,
+    round: str,
+    rows: Sequence[Mapping[str, Any]],
+    figure: Callable[[Path], None],
+    folder: str | Path = ".",
+) -> bool:
+    """Put the table `rounds` and its figure on a round's run; returns whether there was anything new.
+
+    Args:
+        pipeline: the whole configuration.
+        round: the newest one that was decided; without a run of it here nothing is logged.
+        rows: one for each round.
+        figure: draws them into a PNG file.
+        folder: where `pipeline.yaml` is.
+    """
+    spool = Path(folder).resolve() / SPOOL
+    key = _file_name(f"promote@{round}")
+    found = sorted(spool.glob(f"{key}-*.jsonl"), key=lambda path: path.stat().st_mtime)
+    current = [p for p in found if _read_json(p.with_suffix(".state.json")).get("current")]
+    if not found:
+        return False
+    place = spool / "rounds" / round  # stays: a spool's own files go when they have been sent
+    place.mkdir(parents=True, exist_ok=True)
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    cells = [[_plain(row.get(column)) for column in columns] for row in rows]
+    content = {"columns": columns, "data": cells}
+    if _read_json(place / "rounds.json") == content:
+        return False
+    figure(place / "rounds.png")
+    path = (current or found)[-1]
+    for name, inside in (("rounds.png", "figures"), ("rounds.json", "tables")):
+        event = {"event": "file", "source": str(place / name), "folder": inside}
+        _append(path, event | ({"table": True} if inside == "tables" else {}))
+    write_json(place / "rounds.json", content)
+    if not _open_runs:
+        forward(folder)
+    return True
 
 
 def links(pipeline: Pipeline, round: str, ui: str = UI, folder: str | Path = ".") -> dict[str, str]:
@@ -336,13 +455,64 @@ def links(pipeline: Pipeline, round: str, ui: str = UI, folder: str | Path = "."
     return found
 
 
+def try_links(
+    pipeline: Pipeline, round: str, place: str | Path, ui: str = UI, folder: str | Path = "."
+) -> dict[str, str]:
+    """Addresses that overlay a try's candidates with the round's own.
+
+    `metric`: one curve along every path, large, of this try and the round. `candidates`: all curves, of every try of
+    the round and the round.
+
+    Args:
+        pipeline: the project's configuration.
+        round: like `r2`.
+        place: the try's folder.
+        ui: MLflow's address.
+        folder: the project's folder.
+    """
+    states = [
+        state
+        for home, kind in ((Path(folder), "evaluation"), (Path(place), "try-evaluation"))
+        for path in sorted((home / SPOOL).glob("*.state.json"))
+        if (state := _read_json(path)).get("run_id")
+        and state.get("current")
+        and state.get("round") == round
+        and state.get("kind") == kind
+        and state.get("experiment") == pipeline.project
+    ]
+    if not states:
+        return {}
+    experiment = states[-1]["experiment_id"]
+    found = {"candidates": _charts_link(ui, experiment, round, "evaluation", tries=True)}
+    metric = _telling_metric([state["curves"] for state in states])
+    if metric is not None:
+        run_ids = [state["run_id"] for state in states]
+        found["metric"] = _metric_link(ui, experiment, run_ids, metric)
+    return found
+
+
+def prepare_experiment(pipeline: Pipeline, folder: str | Path = ".") -> str:
+    """The id of the project's experiment, which is made where the project keeps its artifacts."""
+    folder = Path(folder).resolve()
+    client = _client(pipeline.tracking.uri, folder)
+    return _experiment_id(client, pipeline.project, pipeline.tracking.uri, folder)
+
+
 def tracking_uri(uri: str | None, folder: Path) -> str:
     """MLFLOW_TRACKING_URI, else `tracking.uri`, else a sqlite file beside `pipeline.yaml`."""
     return (
         os.environ.get("MLFLOW_TRACKING_URI")
         or uri
-        or f"sqlite:///{(folder / 'mlflow.db').resolve()}"
+        or f"sqlite:///{_project(folder.resolve()) / 'mlflow.db'}"
     )
+
+
+def _project(folder: Path) -> Path:
+    """The project's folder, also for the copy in which `dvc exp run --temp` and `--queue` run its stages."""
+    for parent in folder.parents:
+        if parent.parts[-3:] == (".dvc", "tmp", "exps"):
+            return parent.parents[2]
+    return folder
 
 
 def content_hash(path: Path, folder: Path) -> str:
@@ -443,48 +613,78 @@ class _Background:
         return self._begun
 
 
-class _Ledger:
-    """Which points a run should have and which it has.
+class _Attempts:
+    """What a spool says, attempt by attempt. Each starts over, or keeps what the run had at a position."""
 
-    A new attempt that starts at step s replaces what earlier attempts measured from s on.
-    """
+    def __init__(self) -> None:
+        self._began: list[int] = []
+        self._events: list[list[dict[str, Any]]] = []  # of each attempt, what it kept first
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """What the run consists of now, in order."""
+        return self._events[-1] if self._events else []
+
+    @property
+    def count(self) -> int:
+        return len(self._began)
+
+    def note(self, event: dict[str, Any]) -> None:
+        if event["event"] == "start":
+            self._began.append(event["_end"])
+            self._events.append([])
+        elif self._events and event["event"] == "resume":
+            self._events[-1] = [*self._at(event["position"]), *self._events[-1]]
+        elif self._events:
+            self._events[-1].append(event)
+
+    def _at(self, position: int) -> list[dict[str, Any]]:
+        number = bisect.bisect_right(self._began, position) - 1
+        events = self._events[number] if number >= 0 else []
+        return [event for event in events if event["_end"] <= position]
+
+
+class _Ledger:
+    """Which points a run should have and which it has."""
 
     def __init__(self) -> None:
         self.wanted: dict[tuple[str, int], float] = {}
         self.sent: dict[tuple[str, int], float] = {}
         self.curves: list[str] = []
-        self._summary: set[tuple[str, int]] = set()
-        self._fresh = False
 
-    def start(self) -> None:
-        """A new attempt begins."""
-        self._fresh = True
-        for point in self._summary:
-            self.wanted.pop(point, None)
-        self._summary.clear()
-
-    def curve(self, step: int, values: Mapping[str, float]) -> None:
-        """Points measured at a step."""
-        if self._fresh:
-            self._fresh = False
-            self.wanted = {p: v for p, v in self.wanted.items() if p[1] < step}
-        for name, value in values.items():
-            self.wanted[name, step] = value
-            if name not in self.curves:
+    def note(self, event: Mapping[str, Any]) -> None:
+        """Points of a curve at a step, or single numbers; other events hold no point."""
+        if event["event"] not in ("metrics", "summary"):
+            return
+        for name, value in event["values"].items():
+            self.wanted[name, event.get("step", 0)] = value
+            if event["event"] == "metrics" and name not in self.curves:
                 self.curves.append(name)
 
-    def summary(self, values: Mapping[str, float]) -> None:
-        """Single numbers."""
-        for name, value in values.items():
-            self.wanted[name, 0] = value
-            self._summary.add((name, 0))
+    def restart(self, events: Iterable[Mapping[str, Any]]) -> None:
+        """These events are what the run consists of."""
+        self.wanted = {}
+        for event in events:
+            self.note(event)
+
+    def adopt_earlier(self) -> None:
+        """Keep what MLflow has of each metric from before the first step that is measured now."""
+        first: dict[str, int] = {}
+        for name, step in self.wanted:
+            first[name] = min(step, first.get(name, step))
+        for (name, step), value in self.sent.items():
+            if step < first.get(name, step + 1):
+                self.wanted.setdefault((name, step), value)
 
     def pending(self) -> dict[tuple[str, int], float]:
         """Points still to send."""
         return {p: v for p, v in self.wanted.items() if p not in self.sent}
 
     def contradicted(self, *, ended: bool) -> bool:
-        """Whether MLflow holds a point that is no longer true, which only a new run can mend."""
+        """Whether MLflow holds a point that is no longer true, which only a new run can mend.
+
+        Until the run has ended, a point that is not wanted yet may be measured again.
+        """
         return any(
             self.wanted[point] != value if point in self.wanted else ended
             for point, value in self.sent.items()
@@ -494,7 +694,7 @@ class _Ledger:
 class _Tail:
     """Complete lines of a growing file, from an offset on.
 
-    A line cut short by a kill is skipped.
+    A line cut short by a kill is skipped. `_end` of an event is the offset after its line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -505,15 +705,16 @@ class _Tail:
             file.seek(start)
             data = file.read() if stop is None else file.read(stop - start)
         whole = data[: data.rfind(b"\n") + 1]
-        events = []
-        for line in whole.splitlines():
+        events, end = [], start
+        for line in whole.splitlines(keepends=True):
+            end += len(line)
             try:
                 event = json.loads(line)
             except ValueError:
                 continue
             if isinstance(event, dict):
-                events.append(event)
-        return events, start + len(whole)
+                events.append({**event, "_end": end})
+        return events, end
 
 
 class _Spool:
@@ -527,11 +728,18 @@ class _Spool:
         self._state: dict[str, Any] = {"offset": 0}
         self._ledger = _Ledger()
         self._start: dict[str, Any] = {}
-        self._since_start: list[dict[str, Any]] = []
+        self._attempts = _Attempts()
+        self._delivered: set[int] = set()  # `_end` of events that are no points and were sent
+        self._exact = (
+            False  # whether the ledger's `sent` is what MLflow holds, not what the spool says
+        )
+        self._lost = False  # a resumed attempt found its spool wiped
         self._client: MlflowClient | None = None
 
     def drain(self) -> int:
         stored = _read_json(self._state_path) or {"offset": 0}
+        if stored["offset"] > self._path.stat().st_size:  # the spool was wiped, and begun anew
+            stored = {"offset": 0}
         if stored["offset"] == self._path.stat().st_size and stored.get("status") != "RUNNING":
             return 0
         if not self._start or stored["offset"] != self._state["offset"]:
@@ -543,53 +751,63 @@ class _Spool:
         ended = self._send(events)
         self._state.update(offset=offset, curves=self._ledger.curves)
         self._save()
-        if ended:
+        if ended and self._state["status"] == "FINISHED":  # others may be resumed, and made anew
             shutil.rmtree(self._path.with_suffix(""), ignore_errors=True)
         return len(events)
 
     def _recall(self, stored: dict[str, Any]) -> None:
         """Rebuild the ledger from the part of the spool that was sent."""
-        self._state, self._ledger, self._start, self._since_start = stored, _Ledger(), {}, []
+        self._state, self._ledger, self._start = stored, _Ledger(), {}
+        self._attempts, self._delivered = _Attempts(), set()
+        self._exact = self._lost = False
         for event in self._tail.read(0, stored["offset"])[0]:
             self._note(event)
+            self._delivered.add(event["_end"])
         self._ledger.sent = dict(self._ledger.wanted)
 
     def _note(self, event: dict[str, Any]) -> None:
-        kind = event["event"]
-        if kind == "start":
-            self._start, self._since_start = event, []
-            self._ledger.start()
-        elif kind == "metrics":
-            self._ledger.curve(event["step"], event["values"])
-        elif kind == "summary":
-            self._ledger.summary(event["values"])
-        if kind not in ("start", "metrics", "summary"):
-            self._since_start.append(event)
+        self._attempts.note(event)
+        if event["event"] == "start":
+            self._start = event
+        if event["event"] == "resume":
+            self._lost = event["lost"]
+        if event["event"] in ("start", "resume"):
+            self._ledger.restart(self._attempts.events)
+        else:
+            self._ledger.note(event)
 
     def _send(self, events: list[dict[str, Any]]) -> bool:
         """Bring MLflow up to date with these events; returns whether the run has ended."""
-        attempts = [event for event in events if event["event"] == "start"]
-        already = len(self._since_start)
         for event in events:
-            if event["event"] == "start":
-                already = 0
             self._note(event)
         if not self._start:  # the first line was lost: nothing can be said about this run
             return False
-        ended = any(event["event"] == "end" for event in self._since_start)
+        now = self._attempts.events
+        ends = [event["status"] for event in now if event["event"] == "end"]
         if not self._run_exists():
-            already = 0
             self._find_or_create()
-        elif attempts:
-            self._take_up()
-        if self._ledger.contradicted(ended=ended):
+        else:
+            if not self._exact and self._attempts.count > 1:
+                self._ledger.sent = self._points()
+                self._exact = True
+            if any(event["event"] == "start" for event in events):
+                self._take_up()
+        if self._lost:
+            self._ledger.adopt_earlier()
+            self._lost = False
+        # One that was stopped from outside is going to be continued.
+        if self._ledger.contradicted(ended=bool(ends) and ends != ["KILLED"]):
             self._mlflow().delete_run(self._state["run_id"])
             self._create()
-            already = 0
         self._send_points()
-        for event in self._since_start[already:]:
-            self._send_event(event)
-        return ended
+        for event in now:
+            if (
+                event["event"] not in ("metrics", "summary")
+                and event["_end"] not in self._delivered
+            ):
+                self._send_event(event)
+                self._delivered.add(event["_end"])
+        return bool(ends)
 
     def _mlflow(self) -> MlflowClient:
         if self._client is None:
@@ -617,20 +835,23 @@ class _Spool:
             experiment=start["experiment"],
             experiment_id=_experiment_id(client, start["experiment"], start["uri"], self._folder),
         )
-        self._ledger.sent = {}
+        self._ledger.sent, self._delivered = {}, set()
         found = _search(client, self._state["experiment_id"], start["key"], start["fingerprint"])
         if not found:
             self._create()
             return
         self._state["run_id"] = found[0].info.run_id
-        for name in found[0].data.metrics:
-            for point in client.get_metric_history(self._state["run_id"], name):
-                self._ledger.sent[name, point.step] = point.value
-        first = min((step for _, step in self._ledger.wanted), default=0)
-        for point_name, value in self._ledger.sent.items():
-            if point_name[1] < first:  # measured before the spool was lost
-                self._ledger.wanted.setdefault(point_name, value)
+        self._ledger.sent, self._exact = self._points(), True
         self._take_up()
+
+    def _points(self) -> dict[tuple[str, int], float]:
+        """What MLflow holds of the run."""
+        client, run_id = self._mlflow(), self._state["run_id"]
+        return {
+            (name, point.step): point.value
+            for name in client.get_run(run_id).data.metrics
+            for point in client.get_metric_history(run_id, name)
+        }
 
     def _create(self) -> None:
         client, start = self._mlflow(), self._start
@@ -641,7 +862,7 @@ class _Spool:
             run_name=start["name"],
         )
         self._state["run_id"] = run.info.run_id
-        self._ledger.sent = {}
+        self._ledger.sent, self._delivered, self._exact = {}, set(), True
         self._send_params(start["params"])
         self._take_up(tags=False)
 
@@ -702,6 +923,8 @@ class _Spool:
         elif event["event"] == "file":
             self._send_file(event)
         elif event["event"] == "end":
+            if event["status"] == "FINISHED" and "rlhf.error" in client.get_run(run_id).data.tags:
+                client.delete_tag(run_id, "rlhf.error")  # of an attempt that was stopped
             client.set_terminated(run_id, status=event["status"], end_time=event["time"])
             self._state["status"] = event["status"]
 
@@ -777,28 +1000,37 @@ class _Registry:
         from mlflow.exceptions import MlflowException
 
         name = event["model"]
-        tags = {
-            "rlhf.round": event["round"],
-            "rlhf.path": event["source"],
-            "rlhf.metrics": json.dumps(event["metrics"], sort_keys=True),
-        }
         try:
             client.create_registered_model(name)
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
+        version = self._version(client, name, event)
+        for key, value in _tag_values(event["tags"]).items():
+            if version.tags.get(key) != value:
+                client.set_model_version_tag(name, version.version, key, value)
+        model = client.get_registered_model(name)
+        if str(model.aliases.get("champion")) != str(version.version):
+            client.set_registered_model_alias(name, "champion", version.version)
+        for key, value in _tag_values(event["alias"]).items():
+            if model.tags.get(key) != value:
+                client.set_registered_model_tag(name, key, value)
+
+    def _version(self, client: MlflowClient, name: str, event: dict[str, Any]) -> Any:
+        """The version with these weights, made if there is none."""
+        from mlflow.exceptions import MlflowException
+
+        identity = event["identity"]
         for version in client.search_model_versions(f"name = '{name}'"):
-            if all(version.tags.get(key) == value for key, value in tags.items()):
-                client.set_registered_model_alias(name, "champion", version.version)
-                return
+            if all(version.tags.get(key) == value for key, value in identity.items()):
+                return version
         source = (self._folder / event["source"]).as_uri()
         try:
-            version = client.create_model_version(name, source=source, tags=tags)
+            return client.create_model_version(name, source=source, tags=identity)
         except MlflowException as error:  # a server refuses local paths that no run uploaded
             if error.error_code != "INVALID_PARAMETER_VALUE":
                 raise
-            version = client.create_model_version(name, f"dvc://{event['source']}", tags=tags)
-        client.set_registered_model_alias(name, "champion", version.version)
+            return client.create_model_version(name, f"dvc://{event['source']}", tags=identity)
 
     def _tag(self, client: MlflowClient, event: dict[str, Any]) -> None:
         experiment = client.get_experiment_by_name(event["experiment"])
@@ -847,7 +1079,7 @@ def _experiment_id(client: MlflowClient, name: str, uri: str | None, folder: Pat
     experiment = client.get_experiment_by_name(name)
     if experiment is None:
         local = tracking_uri(uri, folder) == tracking_uri(None, folder)
-        place = (folder / "mlartifacts").as_uri() if local and not _server_set() else None
+        place = (_project(folder) / "mlartifacts").as_uri() if local and not _server_set() else None
         try:
             return str(client.create_experiment(name, artifact_location=place))
         except MlflowException as error:
@@ -921,6 +1153,11 @@ def _append(path: Path, event: Mapping[str, Any]) -> None:
             if file.read(1) != b"\n":
                 file.write(b"\n")
         file.write(json.dumps(event, default=str).encode() + b"\n")
+
+
+def _non_finite_names(event: Mapping[str, Any]) -> list[str]:
+    names = event.get("tags", {}).get(_NON_FINITE) if event.get("event") == "tags" else None
+    return str(names).split(", ") if names else []
 
 
 def _file_name(key: str) -> str:
@@ -1034,12 +1271,14 @@ def _telling_metric(curves: Iterable[Sequence[str]]) -> str | None:
     return shared[0] if shared else None
 
 
-def _charts_link(ui: str, experiment: str, round: str, kind: str) -> str:
-    """The runs of one kind in a round as overlaid line charts."""
+def _charts_link(ui: str, experiment: str, round: str, kind: str, *, tries: bool = False) -> str:
+    """The runs of one kind in a round as overlaid line charts; with its tries if asked."""
     where = " and ".join(
         f"tags.`rlhf.{tag}` = '{value}'"
         for tag, value in (("round", round), ("kind", kind), ("current", "true"))
     )
+    if tries:
+        where = where.replace(f"= '{kind}'", f"LIKE '%{kind}'")
     return (
         f"{ui}/#/experiments/{experiment}/runs?workflowType=machine_learning"
         f"&compareRunsMode=CHART&searchFilter={quote(where, safe='')}"

@@ -11,13 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlhf import artifacts, config
-from rlhf.errors import BadInput, explain
+from rlhf.errors import BadInput, Interrupted, explain
 
 log = logging.getLogger("roundhouse")
 
 SOURCE = Path("data/source")
 TABLES = Path("data/tables")
 RUNS = Path("runs")
+EARLIER = "earlier.parquet"
+"""In a round's preferences: earlier rounds' pairs that it does not use, for the rounds after it."""
 
 
 def quiet_libraries() -> None:
@@ -65,7 +67,7 @@ def main(
 
             forbid(pipeline.gold.path)
         run(pipeline)
-    except (Exception, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt, Interrupted) as error:
         message, code = explain(error)
         sys.stderr.write(f"{stage}: {message}\n")
         raise SystemExit(code) from None
@@ -92,6 +94,17 @@ def of_candidate(pipeline: config.Pipeline, name: str) -> config.AnyCandidate:
             mend=f"use one of {', '.join(pipeline.candidates)}",
         )
     return pipeline.candidates[name]
+
+
+def settings(pipeline: config.Pipeline, *names: str) -> dict[str, object]:
+    """Sections and values by dotted name, as `params` of dvc.yaml has them: what a stage's result depends on."""
+    found: dict[str, object] = {}
+    for name in names:
+        value = pipeline.model_dump(mode="json", by_alias=True)
+        for key in name.split("."):
+            value = value[key]
+        found[name] = value
+    return found
 
 
 def need(path: Path) -> Path:

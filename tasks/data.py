@@ -1,7 +1,8 @@
 """The first stage: the world's or the user's files become the checked tables all others read.
 
 Writes data/source (the world's files, or a manifest of the user's), data/tables (prompts,
-demonstrations, too_long) and runs/r0/preferences (imported pairs, zero rows without any).
+demonstrations, too_long), runs/r0/preferences (imported pairs, zero rows without any) and
+runs/r0/reward_model, which has no members: so every round has one to depend on.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from tasks import common
 log = logging.getLogger("roundhouse")
 
 PREFERENCES = common.RUNS / "r0" / "preferences"
+REWARD_MODEL = common.RUNS / "r0" / "reward_model"
 HELDOUT_DEMONSTRATIONS = 0.05
 """Fraction of the prompts whose demonstrations are held out, where rows carry no split."""
 HELDOUT_GROUPS = 0.1
@@ -66,6 +68,10 @@ def run(pipeline: config.Pipeline) -> None:
         contracts.write(
             contracts.empty(contracts.SAMPLES), out / "samples.parquet", contracts.SAMPLES
         )
+        contracts.write(contracts.empty(contracts.PAIRS), out / common.EARLIER, contracts.PAIRS)
+    with artifacts.write_directory(REWARD_MODEL) as out:
+        # As rlhf.rewards.committee reads it, which imports torch.
+        artifacts.write_json(out / "scale.json", {"members": []})
     log.info(
         "data: %d prompts, %d demonstrations, %d imported pairs, %d rows over the limits",
         len(book),

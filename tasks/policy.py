@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
-from rlhf import artifacts, config, contracts, tracking
+from rlhf import artifacts, config, contracts, resume, tracking
 from rlhf.data.book import PromptBook
 from rlhf.data.text import TextCodec, load_tokenizer
 from rlhf.errors import BadInput, StageFailed
@@ -21,6 +21,7 @@ from rlhf.models.policy import device_of, enable_gradient_checkpointing, load_po
 from rlhf.models.scalar import ScalarModel
 from rlhf.optimise.anchor import following
 from rlhf.optimise.preference import (
+    LOOKED_BACK,
     OnlinePreferenceTrainer,
     PairIds,
     PreferenceTrainer,
@@ -35,6 +36,10 @@ from tasks import common
 
 log = logging.getLogger("roundhouse")
 
+INITIAL = common.RUNS / "r0/promoted"
+INITIAL_METRICS = common.RUNS / "r0/metrics/sft.json"  # names the weights of INITIAL
+Trainer = RlTrainer | PreferenceTrainer | OnlinePreferenceTrainer
+
 NUM_PROBES = 64  # answers sampled at a checkpoint where training itself samples none
 
 
@@ -42,14 +47,28 @@ def run(pipeline: config.Pipeline, name: str) -> None:
     """Reads the incoming policy and what it learns from; writes runs/<round>/policies/<candidate>."""
     clock = Clock(f"policy@{name}")
     candidate = common.of_candidate(pipeline, name)
+    init = common.of_round(pipeline, candidate.round).init
     common.prepare_torch(pipeline.resources.threads.policy)
-    incoming = common.need(common.RUNS / candidate.from_ / "promoted")
-    tokenizer = load_tokenizer(pipeline.model, incoming)
-    codec = TextCodec(tokenizer, pipeline.model)
-    book = PromptBook(common.need(common.TABLES / "prompts.parquet"), codec)
-    device = device_of(pipeline.model)
-    with (
-        tracking.stage_run(
+    settings = {
+        "candidate": candidate.model_dump(by_alias=True),
+        "init": init,
+        "seed": pipeline.seed,
+    }
+    inputs = [
+        common.TABLES, common.RUNS / candidate.from_ / "promoted", INITIAL_METRICS,
+        common.RUNS / candidate.learns_from,
+    ]  # fmt: skip
+    with resume.open_scratch(
+        pipeline,
+        f"policy@{name}",
+        inputs=map(common.need, inputs),
+        params={
+            **settings,
+            "model": pipeline.model.model_dump(),
+            "threads": pipeline.resources.threads.policy,
+        },
+    ) as scratch:
+        with tracking.stage_run(
             pipeline,
             stage="policy",
             key=f"policy@{name}",
@@ -57,37 +76,40 @@ def run(pipeline: config.Pipeline, name: str) -> None:
             kind="policy",
             name=f"{candidate.round}/{name.split('-', 1)[1]} training",
             algorithm=candidate.algorithm,
-            params={"candidate": candidate.model_dump(by_alias=True), "seed": pipeline.seed},
-        ) as tracked,
-        artifacts.write_directory(common.RUNS / candidate.round / "policies" / name) as directory,
-    ):
-        job = Job(
-            pipeline, name, codec, book, incoming, device, clock, tracked,
-            Checkpoints(directory, tokenizer),
-        )  # fmt: skip
-        artifacts.write_json(directory / "candidate.json", candidate.model_dump(by_alias=True))
-        with _kept_on_failure(job, tokenizer):
-            summary = KINDS[candidate.kind](job, candidate)
-        job.checkpoints.finish()
-        artifacts.write_json(
-            common.RUNS / candidate.round / "metrics" / f"{name}-policy.json", summary
-        )
+            params=settings,
+        ) as tracked:
+            _optimise(Job(pipeline, name, clock, tracked, scratch))
+        scratch.finish()
     clock.write()
 
 
+def _optimise(job: Job) -> None:
+    candidate, folder = job.candidate, common.RUNS / job.candidate.round
+    with _kept_on_failure(job):
+        summary = KINDS[candidate.kind](job, candidate)
+    with artifacts.write_directory(folder / "policies" / job.name) as directory:
+        job.checkpoints.put_into(directory)
+        artifacts.write_json(directory / "candidate.json", candidate.model_dump(by_alias=True))
+        artifacts.write_json(directory / "alarms.json", job.alarms)
+    artifacts.write_json(folder / "metrics" / f"{job.name}-policy.json", summary)
+
+
 @contextlib.contextmanager
-def _kept_on_failure(job: Job, tokenizer: Any) -> Iterator[None]:
-    """A stage that fails loses its output; the last good weights go where the error says."""
+def _kept_on_failure(job: Job) -> Iterator[None]:
+    """A stage that fails has no output; the last good weights go where the error says."""
     try:
         yield
     except StageFailed as error:
         kept = Path(".scratch/failed") / f"policy@{job.name}"
-        save_policy(job.policy, tokenizer, kept)
+        save_policy(job.policy, job.checkpoints.tokenizer, kept)
         raise StageFailed(f"{error}\n  the last good weights are in {kept}") from error
 
 
 class Checkpoints:
-    """The policy along its path, one directory each, and the list that evaluation reads."""
+    """The policy along its path, one directory each, and the list that evaluation reads.
+
+    They lie in a directory that outlives a kill, until `put_into` makes them part of the output.
+    """
 
     def __init__(self, directory: Path, tokenizer: Any) -> None:
         self.directory, self.tokenizer = directory, tokenizer
@@ -96,60 +118,137 @@ class Checkpoints:
     def save(self, policy: PreTrainedModel, step: int, updates: int) -> None:
         """Keep the policy after `step` steps, which were `updates` optimizer updates."""
         name = f"step-{step:05d}"
-        save_policy(policy, self.tokenizer, self.directory / name)
+        with artifacts.write_directory(self.directory / name) as directory:
+            save_policy(policy, self.tokenizer, directory)
         self.saved.append({"checkpoint": name, "step": step, "updates": updates})
+
+    def resume(self, saved: list[dict[str, Any]]) -> None:
+        """Go on with these; what a killed process wrote after them is removed."""
+        self.saved = saved
+        names = {checkpoint["checkpoint"] for checkpoint in saved}
+        for left in self.directory.iterdir():
+            if left.name not in names:
+                shutil.rmtree(left)
 
     def cut(self, step: int) -> None:
         """Forget the checkpoints after `step`."""
-        for gone in [c for c in self.saved if c["step"] > step]:
-            shutil.rmtree(self.directory / gone["checkpoint"])
         self.saved = [c for c in self.saved if c["step"] <= step]
 
     def has(self, step: int) -> bool:
         return any(c["step"] == step for c in self.saved)
 
-    def finish(self) -> None:
-        artifacts.write_json(self.directory / "checkpoints.json", self.saved)
+    def put_into(self, directory: Path) -> None:
+        """Those on the list, and the list. They stay where they are too: a kill may still come."""
+        for checkpoint in self.saved:
+            source = self.directory / checkpoint["checkpoint"]
+            shutil.copytree(source, directory / source.name, copy_function=_link)
+        artifacts.write_json(directory / "checkpoints.json", self.saved)
+
+
+def _link(source: str, target: str) -> None:
+    """The same file under another name, which costs no space; a copy where the file system has no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 class Job:
-    """What both kinds of candidate need."""
+    """What every kind of candidate needs."""
 
     def __init__(
         self,
         pipeline: config.Pipeline,
         name: str,
-        codec: TextCodec,
-        book: PromptBook,
-        incoming: Path,
-        device: torch.device,
         clock: Clock,
         tracked: tracking.Run,
-        checkpoints: Checkpoints,
+        scratch: resume.Scratch,
     ) -> None:
-        self.pipeline, self.name, self.codec, self.book = pipeline, name, codec, book
-        self.incoming, self.device, self.clock = incoming, device, clock
-        self.tracked, self.checkpoints = tracked, checkpoints
+        self.pipeline, self.name, self.clock = pipeline, name, clock
+        self.tracked, self.scratch = tracked, scratch
+        self.candidate = pipeline.candidates[name]
+        self.init = pipeline.rounds[self.candidate.round].init
+        self.incoming = common.RUNS / self.candidate.from_ / "promoted"
+        self.start_directory = self.incoming if self.init == "previous" else INITIAL
         self.seed = pipeline.seed_for("policy", name)
-        self.policy = load_policy(incoming, device)
+        tokenizer = load_tokenizer(pipeline.model, self.incoming)
+        self.checkpoints = Checkpoints(scratch.files, tokenizer)
+        self.codec = TextCodec(tokenizer, pipeline.model)
+        self.book = PromptBook(common.TABLES / "prompts.parquet", self.codec)
+        self.device = device_of(pipeline.model)
+        self.policy = load_policy(common.need(self.start_directory), self.device)
         if pipeline.model.gradient_checkpointing:
             enable_gradient_checkpointing(self.policy)
         # Not requires_grad_(False): torch multiplies frozen weights another way, which rounds another
         # way, and the KL at the start would not be 0. Nothing here runs the start under autograd.
-        self.start = load_policy(incoming, device).eval()
-        candidate = pipeline.candidates[name]
-        self.reference = REFERENCES[candidate.reference](self)
+        self.start = load_policy(self.start_directory, self.device).eval()
+        self.reference = REFERENCES[self.candidate.reference](self)
         self.reference_digest = (
             None if self.reference is None else state_digest(self.reference.state_dict())
         )
+        self.alarms: list[dict[str, Any]] = []
+
+    def alarm(self, name: str, value: float, message: str) -> None:
+        """Warn, and keep it for whoever decides about the candidate."""
+        log.warning("policy@%s: %s", self.name, message)
+        self.alarms.append({"name": name, "value": value, "message": message})
+
+
+def _initial(job: Job) -> PreTrainedModel:
+    if job.init == "initial":
+        return job.start
+    return load_policy(common.need(INITIAL), job.device).eval()
+
+
+def _previous(job: Job) -> PreTrainedModel:
+    if job.init == "previous":
+        return job.start
+    return load_policy(job.incoming, job.device).eval()
 
 
 REFERENCES: dict[str, Callable[[Job], PreTrainedModel | None]] = {
     "none": lambda job: None,
-    "previous": lambda job: job.start,
-    "initial": lambda job: load_policy(common.need(common.RUNS / "r0/promoted"), job.device).eval(),
+    "previous": _previous,
+    "initial": _initial,
     "ema": lambda job: following(job.start),
 }
+
+
+class Course:
+    """A trainer's way through its steps: continued from the last checkpoint, told to MLflow, saved when due."""
+
+    def __init__(self, job: Job, trainer: Trainer, source: Path) -> None:
+        self.job, self.trainer = job, trainer
+        self.history: list[dict[str, float]] = []
+        """Metrics of the first update and of the last ones."""
+        if not job.scratch.restore(self._apply):
+            job.checkpoints.resume([])
+            job.tracked.dataset(source, job.candidate.learns_from, "training")
+
+    def note(self, metrics: dict[str, float], updates: int) -> None:
+        """Metrics after so many optimizer updates."""
+        self.job.tracked.metrics(metrics, updates)
+        self.history = [*self.history[:1], *self.history[1:][1 - LOOKED_BACK :], metrics]
+
+    def stepped(self) -> None:
+        """The trainer's step is done, with all that belongs to it. Raises Interrupted if asked to stop."""
+        self.job.scratch.step(self.trainer.position, self._collect)
+
+    def _collect(self) -> dict[str, Any]:
+        return {
+            "trainer": self.trainer.state_dict(),
+            "history": self.history,
+            "checkpoints": self.job.checkpoints.saved,
+            "clock": self.job.clock.state_dict(),
+            "tracked": self.job.tracked.position(),
+        }
+
+    def _apply(self, state: dict[str, Any]) -> None:
+        self.trainer.load_state_dict(state["trainer"])
+        self.history = state["history"]
+        self.job.checkpoints.resume(state["checkpoints"])
+        self.job.clock.load_state_dict(state["clock"])
+        self.job.tracked.resume(state["tracked"])
 
 
 def reinforce(job: Job, candidate: config.RlCandidate) -> dict[str, Any]:
@@ -159,7 +258,6 @@ def reinforce(job: Job, candidate: config.RlCandidate) -> dict[str, Any]:
     critic = None
     if candidate.value is not None:
         critic = _critic(candidate.value, committee, source, job)
-    job.tracked.dataset(source, candidate.learns_from, "training")
     trainer = RlTrainer(
         candidate, job.pipeline.model, critic=critic, **_sampling(job, candidate, committee)
     )
@@ -170,7 +268,6 @@ def learn_from_own_pairs(job: Job, candidate: config.OnlinePreferenceCandidate) 
     """Sample, label by the committee, learn from the pairs."""
     source = common.need(common.RUNS / candidate.learns_from)
     committee = Committee.load(source, job.codec, job.pipeline.model, job.device)
-    job.tracked.dataset(source, candidate.learns_from, "training")
     trainer = OnlinePreferenceTrainer(
         candidate, job.pipeline.model, **_sampling(job, candidate, committee)
     )
@@ -201,12 +298,15 @@ def _follow(
     trainer: RlTrainer | OnlinePreferenceTrainer,
 ) -> dict[str, Any]:
     """Runs a trainer's steps: logs, saves checkpoints, and ends within the KL budget."""
-    first: dict[str, float] = {}
-    last: dict[str, float] = {}
-    with Progress(f"policy@{job.name}", candidate.steps) as progress:
+    course = Course(job, trainer, common.RUNS / candidate.learns_from)
+    if isinstance(trainer, RlTrainer):
+        for _ in trainer.warm_up():
+            course.stepped()
+    stage, done = f"policy@{job.name}", trainer.steps_done
+    with Progress(stage, candidate.steps, done=done) as progress:
         for step, batch, metrics in trainer.run():
             updates = trainer.learner.updates
-            job.tracked.metrics(metrics, updates)
+            course.note(metrics, updates)
             progress.update(
                 step,
                 tokens=batch.num_tokens,
@@ -216,7 +316,7 @@ def _follow(
             if step % candidate.checkpoint_every == 0 or step == candidate.steps:
                 with trainer.learner.averaged():
                     job.checkpoints.save(job.policy, step, updates)
-            first, last = first or metrics, metrics
+            course.stepped()
     stopped = None
     if trainer.budget.stopped_at is not None:
         stopped, updates = trainer.budget.stopped_at
@@ -228,6 +328,7 @@ def _follow(
         "kl_nats": "policy/kl_nats",
         "length_tokens": "policy/length_tokens",
     }
+    first, last = course.history[0], course.history[-1]
     return {
         **{f"{key}_first": first[name] for key, name in names.items()},
         **{f"{key}_last": last[name] for key, name in names.items()},
@@ -243,7 +344,7 @@ def _outcome(job: Job, stopped: int | None) -> dict[str, Any]:
 def _critic(value: config.Value, committee: Committee, source: Path, job: Job) -> ScalarModel:
     """From the committee's first member, on the committee's scale, or from the policy with a head at zero."""
     if value.init == "policy":
-        critic = ScalarModel.from_directory(job.incoming, job.device)
+        critic = ScalarModel.from_directory(job.start_directory, job.device)
     else:
         critic = ScalarModel.from_directory(source / "member_0", job.device)
         critic.rescale_(*committee.scales[0])
@@ -255,7 +356,6 @@ def _critic(value: config.Value, committee: Committee, source: Path, job: Job) -
 def learn_from_pairs(job: Job, candidate: config.PreferenceCandidate) -> dict[str, Any]:
     """Updates on the round's pairs; where training samples nothing, a small probe keeps the curves comparable."""
     path = common.need(common.RUNS / candidate.learns_from / "pairs.parquet")
-    job.tracked.dataset(path, candidate.learns_from, "training")
     trainer = PreferenceTrainer(
         candidate,
         job.pipeline.model,
@@ -269,8 +369,9 @@ def learn_from_pairs(job: Job, candidate: config.PreferenceCandidate) -> dict[st
         cache=ReferenceCache(),
     )
     stopped = None
-    history: list[dict[str, float]] = []
-    with Progress(f"policy@{job.name}", trainer.total_updates, "updates") as progress:
+    course = Course(job, trainer, path)
+    stage, done = f"policy@{job.name}", trainer.position
+    with Progress(stage, trainer.total_updates, "updates", done=done) as progress:
         for update, tokens, metrics in trainer.run():
             if update % candidate.checkpoint_every == 0 or update == trainer.total_updates:
                 with trainer.learner.averaged():
@@ -279,22 +380,22 @@ def learn_from_pairs(job: Job, candidate: config.PreferenceCandidate) -> dict[st
                     if stopped is None:
                         job.checkpoints.save(job.policy, update, update)
                 metrics |= found
-            job.tracked.metrics(metrics, update)
+            course.note(metrics, update)
             shown = {"loss": metrics["policy/loss"]}
             if "policy/accuracy" in metrics:
                 shown["accuracy"] = metrics["policy/accuracy"]
             progress.update(update, tokens=tokens, **shown)
-            history.append(metrics)
             if stopped is not None:
                 break
-    first, last = history[0], history[-1]
-    fallen = chosen_falls(history)
+            course.stepped()
+    first, last = course.history[0], course.history[-1]
+    fallen = chosen_falls(course.history)
     if fallen is not None:
-        log.warning(
-            "policy@%s: the chosen answers lost %.2f nats while the margin grew, so probability goes "
-            "to answers that nobody compared; add a term {kind: sft}, or lower learning_rate",
-            job.name,
+        job.alarm(
+            "chosen_fell",
             fallen,
+            f"the chosen answers lost {fallen:.2f} nats while the margin grew, so probability goes to "
+            "answers that nobody compared; add a term {kind: sft}, or lower learning_rate",
         )
     names = [
         name

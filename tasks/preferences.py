@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
-from rlhf import artifacts, config, contracts, labelers, tracking
+from rlhf import artifacts, config, contracts, labelers, resume, tracking
 from rlhf.data.book import PromptBook
 from rlhf.data.text import TextCodec, load_tokenizer
 from rlhf.errors import BadInput
 from rlhf.models.policy import device_of, load_policy
 from rlhf.progress import Clock, Progress
 from rlhf.rewards.gold import Gold, load_gold
-from rlhf.rollout import sample
+from rlhf.rollout import Sampling, sample
 from tasks import common
 
 
@@ -29,45 +32,137 @@ def run(pipeline: config.Pipeline, name: str) -> None:
     source = common.need(common.RUNS / declared.sample_from / "promoted")
     codec = TextCodec(load_tokenizer(pipeline.model, source), pipeline.model)
     book = PromptBook(common.need(common.TABLES / "prompts.parquet"), codec)
+    # Before sampling, which may take hours: tables and programs can be wrong.
+    carried, unused = _earlier(pipeline, name, book)
     policy = load_policy(source, device)
-    # Before sampling, which may take hours: their programs can be wrong.
     gold = load_gold(pipeline.gold) if pipeline.gold is not None else None
     labeler = labelers.build(
         settings.labeler, pipeline.gold, pipeline.seed_for(name, "preferences", "labels")
     )
 
-    with tracking.stage_run(
-        pipeline,
-        stage="preferences",
-        key=f"preferences@{name}",
-        round=name,
-        kind="preferences",
-        name=f"{name}/preferences",
-        algorithm=None,
-        params={
-            "preferences": settings.model_dump(),
-            "sample_from": declared.sample_from,
-            "seed": pipeline.seed,
-        },
-    ) as tracked:
-        samples = _sample(pipeline, name, book, policy, codec, gold, clock)
+    with (
+        _scratch(pipeline, name) as scratch,
+        tracking.stage_run(
+            pipeline,
+            stage="preferences",
+            key=f"preferences@{name}",
+            round=name,
+            kind="preferences",
+            name=f"{name}/preferences",
+            algorithm=None,
+            params={
+                "preferences": settings.model_dump(),
+                "sample_from": declared.sample_from,
+                "seed": pipeline.seed,
+            },
+        ) as tracked,
+    ):
+        work = Work(scratch, tracked, clock)
+        samples = _sample(pipeline, name, book, policy, codec, gold, clock, work)
         with clock("scoring"):
-            pairs = _label(pipeline, name, samples, labeler)
-        pairs = pd.concat([_carried(declared), pairs], ignore_index=True)
-        _check(pairs, name)
+            own = _label(pipeline, name, samples, labeler, work)
+        _check(own, name, work)
+        pairs = pd.concat([carried, own], ignore_index=True)
         # Gold is for judging the reward model on held-out answers; training rows do not carry it.
         samples.loc[~samples["heldout"], "gold"] = None
         pairs.loc[~pairs["heldout"], "gold_margin"] = None
-        result = _summary(samples, pairs, name)
+        result = _summary(samples, pairs, name) | {"unused_pairs": len(unused)}
         out = common.RUNS / name / "preferences"
         with artifacts.write_directory(out) as directory:
             contracts.write(samples, directory / "samples.parquet", contracts.SAMPLES)
             contracts.write(pairs, directory / "pairs.parquet", contracts.PAIRS)
+            contracts.write(unused, directory / common.EARLIER, contracts.PAIRS)
         artifacts.write_json(common.RUNS / name / "metrics" / "preferences.json", result)
         tracked.summary({f"preferences/{key}": float(value) for key, value in result.items()})
         tracked.dataset(out / "pairs.parquet", f"{name}/pairs", "labelled")
         tracked.table("pairs", pairs[pairs["round"] == name].head(50).to_dict("records"))
+        scratch.finish()
     clock.write()
+
+
+def _scratch(
+    pipeline: config.Pipeline, name: str
+) -> contextlib.AbstractContextManager[resume.Scratch]:
+    declared = pipeline.rounds[name]
+    return resume.open_scratch(
+        pipeline,
+        f"preferences@{name}",
+        inputs=[
+            pipeline.data.source,
+            common.TABLES,
+            common.RUNS / declared.from_ / "preferences",
+            common.RUNS / declared.sample_from / "promoted",
+        ],
+        params=common.settings(
+            pipeline,
+            "seed",
+            "model",
+            "gold",
+            "resources.threads.preferences",
+            f"rounds.{name}.preferences",
+        ),
+    )
+
+
+class Work:
+    """How far the stage is: answers sampled, their gold, their labels; saved as it grows, read back at the start.
+
+    Answers are saved before anybody is asked about them, and what was said about them once it is known: a
+    person or a judge is never asked the same thing again.
+    """
+
+    def __init__(self, scratch: resume.Scratch, tracked: tracking.Run, clock: Clock) -> None:
+        self._scratch, self._tracked, self._clock = scratch, tracked, clock
+        self.sampling = Sampling()
+        self.gold: pd.DataFrame | None = None
+        self.labels: list[labelers.Label] = []
+        scratch.restore(self._apply)
+        self._count = scratch.resumed_at or 0
+
+    def sampled(self, *, all_done: bool) -> None:
+        """A batch of answers is there."""
+        self._count += 1
+        if all_done:
+            self._scratch.save(self._count, self._collect())
+        self._scratch.step(self._count, self._collect)
+
+    def scored(self, table: pd.DataFrame) -> None:
+        """Gold has answered, for these first answers."""
+        self.gold = table
+        self._told()
+
+    def labelled(self, labels: list[labelers.Label]) -> None:
+        """The labeler has answered, for these first comparisons."""
+        self.labels = labels
+        self._told()
+
+    def ask_again(self) -> None:
+        """The labels will not do: another attempt asks for new ones."""
+        self.labels = []
+        self._count += 1
+        self._scratch.save(self._count, self._collect())
+
+    def _told(self) -> None:
+        self._count += 1
+        self._scratch.save(self._count, self._collect())
+        self._scratch.step(self._count, self._collect)
+
+    def _collect(self) -> dict[str, Any]:
+        return {
+            "sampling": self.sampling.state_dict(),
+            "gold": None if self.gold is None else self.gold.to_dict("list"),
+            "labels": list(self.labels),
+            "clock": self._clock.state_dict(),
+            "tracked": self._tracked.position(),
+        }
+
+    def _apply(self, state: dict[str, Any]) -> None:
+        self.sampling.load_state_dict(state["sampling"])
+        gold = state["gold"]
+        self.gold = None if gold is None else pd.DataFrame(gold, dtype="float64")
+        self.labels = state["labels"]
+        self._clock.load_state_dict(state["clock"])
+        self._tracked.resume(state["tracked"])
 
 
 def _sample(
@@ -78,6 +173,7 @@ def _sample(
     codec: TextCodec,
     gold: Gold | None,
     clock: Clock,
+    work: Work,
 ) -> pd.DataFrame:
     """Answers to every group's prompt, `samples_per_prompt` each; training groups first."""
     settings = pipeline.rounds[name].preferences
@@ -91,13 +187,15 @@ def _sample(
             groups.append((f"{name}-{split}-{number:06d}", key, split == "report"))
     per = settings.samples_per_prompt
     prompts = [book.tokens(key) for _, key, _ in groups for _ in range(per)]
-    with Progress(f"preferences@{name}", len(prompts), "answers") as progress:
-        total = 0
+    before = work.sampling.completions
+    with Progress(f"preferences@{name}", len(prompts), "answers", done=len(before)) as progress:
+        total = sum(len(completion.ids) for completion in before)
 
         def on_batch(done: int, tokens: int) -> None:
             nonlocal total
             total += tokens
             progress.update(done, tokens=tokens, length=total / done)
+            work.sampled(all_done=done == len(prompts))
 
         with clock("sampling"):
             completions = sample(
@@ -111,6 +209,7 @@ def _sample(
                 seed=pipeline.seed_for(name, "preferences", "sampling"),
                 batch_size=settings.sampling_batch_size,
                 on_batch=on_batch,
+                state=work.sampling,
             )
     rows = []
     for index, completion in enumerate(completions):
@@ -132,7 +231,11 @@ def _sample(
     table = pd.DataFrame(rows)
     if gold is not None:
         scores = gold.score(
-            table["prompt"].tolist(), table["response"].tolist(), table["ended"].tolist()
+            table["prompt"].tolist(),
+            table["response"].tolist(),
+            table["ended"].tolist(),
+            given=work.gold,
+            on_call=work.scored,
         )
         table["gold"] = scores["total"].to_numpy()
     return table
@@ -148,7 +251,11 @@ def _spread(keys: list[str], count: int, seed: int) -> list[str]:
 
 
 def _label(
-    pipeline: config.Pipeline, name: str, samples: pd.DataFrame, labeler: labelers.Labeler
+    pipeline: config.Pipeline,
+    name: str,
+    samples: pd.DataFrame,
+    labeler: labelers.Labeler,
+    work: Work,
 ) -> pd.DataFrame:
     """The declared pairs of each group, as the declared labeler judges them."""
     settings = pipeline.rounds[name].preferences
@@ -158,7 +265,16 @@ def _label(
             first.append(indices[i])
             second.append(indices[j])
     a, b = samples.iloc[first].reset_index(drop=True), samples.iloc[second].reset_index(drop=True)
-    labels = pd.Series(labeler.label(a["prompt"].tolist(), _answers(a), _answers(b)))
+    labels = pd.Series(
+        labelers.label_all(
+            labeler,
+            a["prompt"].tolist(),
+            _answers(a),
+            _answers(b),
+            given=work.labels,
+            on_call=work.labelled,
+        )
+    )
     labels[a["response"] == b["response"]] = "tie"
     swap = (labels == "second").to_numpy()
     chosen, rejected = _pick(b, a, swap), _pick(a, b, swap)
@@ -197,18 +313,71 @@ def _answers(side: pd.DataFrame) -> labelers.Answers:
     )
 
 
-def _carried(declared: config.Round) -> pd.DataFrame:
-    """The pairs of earlier rounds that this round also learns from."""
-    path = common.RUNS / declared.from_ / "preferences" / "pairs.parquet"
-    earlier = contracts.read(common.need(path), contracts.PAIRS)
-    return earlier if declared.preferences.carry_over == "all" else earlier.iloc[:0]
+def _earlier(
+    pipeline: config.Pipeline, name: str, book: PromptBook
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The pairs of earlier rounds that this round learns from, and those that it leaves to later ones."""
+    declared = pipeline.rounds[name]
+    folder = common.need(common.RUNS / declared.from_ / "preferences")
+    table = contracts.read(common.need(folder / "pairs.parquet"), contracts.PAIRS)
+    if (folder / common.EARLIER).exists():  # rounds made before there was a choice have none
+        left = contracts.read(folder / common.EARLIER, contracts.PAIRS)
+        table = contracts.check(pd.concat([table, left]), contracts.PAIRS, folder)
+    _refuse_evaluation_prompts(table, book, folder)
+    chain = _chain(pipeline, name)
+    order = table["round"].map(lambda of: chain.index(of) if of in chain else -1)
+    table = table.loc[order.sort_values(kind="stable").index].reset_index(drop=True)
+    used = carry(
+        table, declared.preferences.carry_over, pipeline.seed_for(name, "preferences", "carry_over")
+    )
+    return table[used].reset_index(drop=True), table[~used].reset_index(drop=True)
 
 
-def _check(pairs: pd.DataFrame, name: str) -> None:
+def _refuse_evaluation_prompts(table: pd.DataFrame, book: PromptBook, folder: Path) -> None:
+    home = table["prompt_id"].map(book.split)
+    wrong = table[~table["heldout"] & home.isin(["choose", "report"])]
+    if len(wrong):
+        raise BadInput(
+            contracts.listing(
+                [f"pair {pair}: prompt of {home[i]}" for i, pair in wrong["pair_id"].items()]
+            ),
+            where=f"{folder}, pairs to learn from",
+            rule="no prompt of choose or report is learned from",
+            mend=f"make it again: {artifacts.remake(folder / 'pairs.parquet')}",
+        )
+
+
+def _chain(pipeline: config.Pipeline, name: str) -> list[str]:
+    """The rounds before this one, from r0 on."""
+    found: list[str] = []
+    while name in pipeline.rounds:
+        name = pipeline.rounds[name].from_
+        found.insert(0, name)
+    return found
+
+
+def carry(table: pd.DataFrame, rule: str | config.CarryOver, seed: int) -> pd.Series[bool]:
+    """Which of the earlier rounds' pairs, in the rounds' order, a round learns from, as a mask.
+
+    `sample` draws decided pairs to learn from, all if there are fewer, and keeps every held-out one.
+    """
+    if isinstance(rule, str):
+        return pd.Series(rule == "all", index=table.index, dtype=bool)
+    if rule.last is not None:
+        return table["round"].isin(table["round"].unique()[-rule.last :])
+    drawn = table["heldout"].copy()
+    decided = table.index[~table["heldout"] & ~table["tie"]]
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.randperm(len(decided), generator=generator)[: rule.sample]
+    drawn[decided[chosen.numpy()]] = True
+    return drawn
+
+
+def _check(own: pd.DataFrame, name: str, work: Work) -> None:
     """A round without a training or a held-out pair cannot go on."""
     for heldout, word in ((False, "training"), (True, "held-out")):
-        own = pairs[(pairs["round"] == name) & (pairs["heldout"] == heldout) & ~pairs["tie"]]
-        if own.empty:
+        if own[(own["heldout"] == heldout) & ~own["tie"]].empty:
+            work.ask_again()
             raise BadInput(
                 f"no {word} pair with a decision is left",
                 where=f"preferences@{name}",

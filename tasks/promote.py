@@ -1,17 +1,25 @@
-"""The gate between rounds: promote the best candidate that passes every rule, or keep the incoming policy."""
+"""The gate between rounds.
+
+Promotes the best candidate that passes every rule, or keeps the incoming policy; a person's word,
+`rounds.<round>.decision`, goes before the gate's.
+"""
 
 from __future__ import annotations
 
 import argparse
+import math
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from rlhf import artifacts, config, contracts, tracking
+from rlhf import artifacts, champion, config, contracts, tracking
+from rlhf.champion import LINEAGE, policy_digest
 from rlhf.errors import BadInput
 from rlhf.progress import Clock
+from rlhf.resume import content_digest
 from tasks import common
 
 
@@ -20,16 +28,18 @@ def run(pipeline: config.Pipeline, name: str) -> None:
     clock = Clock(f"promote@{name}")
     declared = common.of_round(pipeline, name)
     incoming = common.need(common.RUNS / declared.from_ / "promoted")
+    _need_evaluations(pipeline, name)
     rows = [_row(pipeline, name, key, c) for key, c in pipeline.candidates_of(name).items()]
-    decision = decide(pipeline.gate, rows, declared.from_) | {
+    decision = decide(pipeline.gate, rows, declared.from_, declared.decision) | {
         "round": name,
         "incoming": _incoming(name, declared.from_, rows),
     }
+    best = next((row for row in rows if row["candidate"] == decision["promoted"]), None)
     source = incoming
-    if decision["promoted"] is not None:
-        best = next(row for row in rows if row["candidate"] == decision["promoted"])
-        source = common.RUNS / name / "policies" / best["candidate"] / best["checkpoint"]
-        common.need(source)
+    if best is not None:
+        source = common.need(
+            common.RUNS / name / "policies" / best["candidate"] / best["checkpoint"]
+        )
     figures = {
         key: common.need(_evaluations(name, key) / "over_optimisation.png")
         for key in pipeline.candidates_of(name)
@@ -47,8 +57,19 @@ def run(pipeline: config.Pipeline, name: str) -> None:
     ) as tracked:
         with artifacts.write_directory(out) as directory:
             shutil.copytree(source, directory, dirs_exist_ok=True)
+            if best is not None:
+                artifacts.write_json(directory / LINEAGE, lineage(pipeline, name, best, source))
         artifacts.write_json(common.RUNS / name / "metrics" / "decision.json", decision)
-        tracked.tags({"rlhf.promoted": decision["promoted"] or "none"})
+        by, because, _ = champion.whose_word(decision)
+        tracked.tags(
+            {
+                "rlhf.promoted": decision["promoted"] or "none",
+                "rlhf.status": decision["status"],
+                "rlhf.decision": declared.decision.choice if declared.decision else "none",
+                "rlhf.by": by,
+                "rlhf.because": because,
+            }
+        )
         tracked.summary(_gate_metrics(rows, decision["promoted"]))
         tracked.table("candidates", rows)
         tracked.artifact(common.RUNS / name / "metrics" / "decision.json")
@@ -59,50 +80,242 @@ def run(pipeline: config.Pipeline, name: str) -> None:
         for key in pipeline.candidates_of(name):
             tracked.dataset(_evaluations(name, key) / "evaluations.parquet", key, "evaluation")
         tracked.note(_note(decision, rows))
-        tracking.register_champion(pipeline, name, out, _gate_metrics(rows, decision["promoted"]))
+        tracking.register_champion(pipeline)
     tracking.tag_outputs(pipeline, name)
     clock.write()
 
 
-def decide(gate: config.Gate, rows: list[dict[str, Any]], incoming: str) -> dict[str, Any]:
-    """Apply the gate to the candidates' rows.
+# --- the decision --------------------------------------------------------------------------------
 
-    Rules are read on report prompts, the ranking on choose prompts; equal ranks go to the smaller KL.
 
-    Returns: promoted (candidate or None), reason, gate, candidates.
+def decide(
+    gate: config.Gate,
+    rows: list[dict[str, Any]],
+    start: str,
+    word: config.Decision | None = None,
+) -> dict[str, Any]:
+    """Apply the gate to the candidates' rows, and a person's word over it.
+
+    Args:
+        rows: of the candidates, in the file's order.
+        start: the round whose policy stays where none is promoted.
+        word: what a person decided, if one did.
+
+    Returns: status (promoted, kept, stopped or awaiting), promoted (candidate or None), reason; the
+        gate's own `verdict` (the same three); `decision`, the person's word; `leader`, the candidate
+        ranked first whether or not it passes, None where only the file's order would tell; gate;
+        candidates.
     """
-    passing = [row for row in rows if row["passes"]]
-    if passing:
-        best = max(passing, key=lambda row: (row["rank_score"], -row["kl_nats"]))
-        reason = (
-            f"{best['candidate']} has the highest {gate.metric} on choose prompts "
-            f"({best['rank_score']:.3f}) of {len(passing)} candidates that pass every rule"
-        )
-        promoted = best["candidate"]
-    else:
-        promoted = None
-        failures = "; ".join(f"{r['candidate']}: {', '.join(r['failed_rules'])}" for r in rows)
-        reason = f"no candidate passes every rule, the policy of {incoming} stays ({failures})"
+    verdict = judge(gate, rows, start)
+    known = [row for row in rows if row["rank_score"] is not None]
+    first, _ = rank(gate, known) if known else ([], "")
+    leader = first[0]["candidate"] if len(first) == 1 else None
     return {
-        "promoted": promoted,
-        "reason": reason,
+        **(verdict if word is None else _overruled(word, verdict, rows, start)),
+        "verdict": verdict,
+        "decision": None if word is None else word.model_dump(),
+        "leader": verdict["promoted"] or leader,
         "gate": gate.model_dump(),
         "candidates": rows,
     }
+
+
+def judge(gate: config.Gate, rows: list[dict[str, Any]], start: str) -> dict[str, Any]:
+    """The gate's own verdict: status, promoted, reason."""
+    passing = [row for row in rows if row["passes"]]
+    if passing:
+        best, how = rank(gate, passing)
+        reason = how + ("" if len(best) == 1 else f"; {best[0]['candidate']} is declared first")
+        return {"status": "promoted", "promoted": best[0]["candidate"], "reason": reason}
+    failures = "; ".join(f"{r['candidate']}: {', '.join(r['failed_rules'])}" for r in rows)
+    status, then = {
+        "keep": ("kept", ""),
+        "stop": ("stopped", ", and no further round starts"),
+        "ask": ("awaiting", " until a person decides"),
+    }[gate.on_fail]
+    reason = f"no candidate passes every rule, the policy of {start} stays{then} ({failures})"
+    return {"status": status, "promoted": None, "reason": reason}
+
+
+def rank(gate: config.Gate, rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+    """Those ranked first, more than one where nothing tells them apart, and how in words.
+
+    By `gate.metric` on choose prompts; among those within `gate.margin` of the best by each tie-break on
+    report prompts in turn, where a value that is not known comes last.
+    """
+    top = max(row["rank_score"] for row in rows)
+    left = [row for row in rows if _within(top - row["rank_score"], gate.margin)]
+    if len(rows) == 1:
+        return left, f"{rows[0]['candidate']} is the only candidate that passes every rule"
+    if len(left) == 1:
+        return left, (
+            f"{left[0]['candidate']} has the highest {gate.metric} on choose prompts "
+            f"({top:.3f}) of {len(rows)} candidates that pass every rule"
+        )
+    scores = ", ".join(f"{row['candidate']} {row['rank_score']:.3f}" for row in left)
+    within = f"within {gate.margin:g} of the best" if gate.margin else "equal"
+    words = [f"{within} by {gate.metric} on choose prompts: {scores}"]
+    for tie in gate.tie_break:
+        values = [_known(row[tie.metric]) for row in left]
+        known = [value for value in values if value is not None]
+        if not known or len(left) == 1:
+            continue
+        best = min(known) if tie.prefer == "lower" else max(known)
+        kept = [row for row, value in zip(left, values, strict=True) if value == best]
+        if len(kept) < len(left):
+            names = " and ".join(row["candidate"] for row in kept)
+            words.append(f"{names} by the {tie.prefer} {tie.metric} ({best:.6g})")
+        left = kept
+    if len(left) > 1:
+        tried = f" in {', '.join(tie.metric for tie in gate.tie_break)}" if gate.tie_break else ""
+        words.append(" and ".join(row["candidate"] for row in left) + f" stay equal{tried}")
+    return left, "; ".join(words)
 
 
 def failed_rules(gate: config.Gate, row: dict[str, Any]) -> list[str]:
     """The rules a candidate's report row breaks, in words. A value that is missing breaks its rule."""
     failed = []
     for rule in gate.rules:
-        value = row[rule.metric]
-        if value is None or pd.isna(value):
+        value = _known(row.get(rule.metric))
+        if value is None:
             failed.append(f"{rule.metric} is not known")
         elif rule.at_least is not None and value < rule.at_least:
             failed.append(f"{rule.metric} {value:.6g} < {rule.at_least:g}")
         elif rule.at_most is not None and value > rule.at_most:
             failed.append(f"{rule.metric} {value:.6g} > {rule.at_most:g}")
     return failed
+
+
+def _overruled(
+    word: config.Decision, verdict: dict[str, Any], rows: list[dict[str, Any]], start: str
+) -> dict[str, Any]:
+    """What a person's word makes of the verdict: status, promoted, reason."""
+    if word.choice == "promote":
+        row = next((row for row in rows if row["candidate"] == word.candidate), None)
+        if row is None:
+            raise BadInput(
+                f"{word.candidate} has no evaluation",
+                where="pipeline.yaml decision",
+                rule="a candidate is judged before it is promoted",
+                mend=f"use one of {', '.join(row['candidate'] for row in rows)}",
+            )
+        status, what = "promoted", ""
+        if row["failed_rules"]:
+            what = f", overruling {', '.join(row['failed_rules'])}"
+    else:
+        status = "kept" if word.choice == "keep" else "stopped"
+        what = f", the policy of {start} stays"
+        what += ", and no further round starts" if word.choice == "stop" else ""
+    if (status, word.candidate) != (verdict["status"], verdict["promoted"]):
+        gate = {
+            "promoted": f"would promote {verdict['promoted']}",
+            "kept": "would keep the incoming policy",
+            "stopped": "would stop",
+            "awaiting": "asked",
+        }[verdict["status"]]
+        what += f" (the gate {gate})"
+    return {
+        "status": status,
+        "promoted": word.candidate,
+        "reason": f"decided by {word.by}{what}: {word.because}",
+    }
+
+
+def _within(distance: float, margin: float) -> bool:
+    """Whether a distance is at most the margin, but for the rounding of a difference."""
+    return distance <= margin or math.isclose(distance, margin, rel_tol=1e-9)
+
+
+def _known(value: Any) -> float | None:
+    """A finite number, or None."""
+    if value is None or pd.isna(value) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+# --- what it is made from ------------------------------------------------------------------------
+
+
+def lineage(
+    pipeline: config.Pipeline, name: str, row: dict[str, Any], weights: Path
+) -> dict[str, Any]:
+    """What a promoted policy was made from, all of which DVC tracks for this stage.
+
+    Settings of the gate and of the evaluation are not part of it: they choose among policies and make
+    none, and later rounds would rerun whenever they change. Hashes are sha256; those of policies are
+    of every file but `lineage.json`, so that a policy has one hash wherever it lies.
+    """
+    round_settings = pipeline.rounds[name].model_dump(by_alias=True)
+    del round_settings["decision"]
+    settings = common.RUNS / name / "policies" / row["candidate"] / "candidate.json"
+    candidate = artifacts.read_json(settings)
+    committee = common.need(common.RUNS / name / "reward_model")
+    return {
+        "round": name,
+        "candidate": row["candidate"],
+        "checkpoint": row["checkpoint"],
+        "algorithm": row["algorithm"],
+        "learns_from": candidate["learns_from"],
+        "weights": policy_digest(weights),
+        "parent": _parent(pipeline.rounds[name]),
+        "reward_model": {
+            path.name: content_digest(path) for path in sorted(committee.iterdir()) if path.is_dir()
+        },
+        "data": {
+            path.name: content_digest(path) for path in sorted(common.need(common.TABLES).iterdir())
+        },
+        "config": {
+            "seed": pipeline.seed,
+            "model": config.digest(pipeline.model),
+            "round": config.digest(round_settings),
+            "candidate": config.digest(candidate),
+        },
+    }
+
+
+def _parent(declared: config.Round) -> dict[str, Any]:
+    """The policy that the candidates of a round started as: whose it is, and its hash."""
+    start = {"round": "r0", "candidate": None}
+    if declared.init == "initial":
+        return {**start, "weights": _start_weights(common.RUNS / "r0" / "metrics" / "sft.json")}
+    policy = common.need(common.RUNS / declared.from_ / "promoted")
+    if (policy / LINEAGE).exists():
+        written = artifacts.read_json(policy / LINEAGE)
+        start = {key: written[key] for key in start}
+    return {**start, "weights": policy_digest(policy)}
+
+
+def _start_weights(path: Path) -> str:
+    """The hash of r0's weights, as sft names it."""
+    found = artifacts.read_json(common.need(path)).get("weights_sha256")
+    if not isinstance(found, str):
+        raise BadInput(
+            "weights_sha256 is missing",
+            where=str(path),
+            rule="sft names the weights that it made",
+            mend="dvc repro --force sft",
+        )
+    return found
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def _need_evaluations(pipeline: config.Pipeline, name: str) -> None:
+    """Every candidate's evaluation must be there; all that are missing are named at once."""
+    tables = {
+        key: _evaluations(name, key) / "evaluations.parquet" for key in pipeline.candidates_of(name)
+    }
+    missing = [key for key, path in tables.items() if not path.exists()]
+    if len(missing) == len(tables):
+        raise BadInput(
+            f"no candidate of {name} has an evaluation: {', '.join(missing)}",
+            where=str(common.RUNS / name / "evaluations"),
+            rule="the gate compares what evaluate measured",
+            mend=f"dvc repro promote@{name}",
+        )
+    for key in missing:
+        common.need(tables[key])
 
 
 def _row(
@@ -115,23 +328,29 @@ def _row(
     table = contracts.read(path, contracts.EVALUATIONS)
     selected = table[table["selected"]]
     report, choose = (_only(selected, path, "selected", split) for split in ("report", "choose"))
-    numbers = {
-        name: None if pd.isna(report[name]) else float(report[name]) for name in config.METRICS
-    }
-    score = choose[pipeline.gate.metric]
+    numbers = {name: _known(report.get(name)) for name in config.METRICS}
+    score = _known(choose.get(pipeline.gate.metric))
     failed = failed_rules(pipeline.gate, numbers)
-    if pd.isna(score):
-        failed.append(f"{pipeline.gate.metric} is not known")
+    if score is None:
+        failed.append(f"{pipeline.gate.metric} on choose prompts is not known")
     return {
         "candidate": key,
         "algorithm": candidate.algorithm,
         "checkpoint": str(report["checkpoint"]),
         **numbers,
-        "rank_score": None if pd.isna(score) else float(score),
+        "rank_score": score,
         "judge": str(report["judge"]),
+        "warnings": _warnings(common.RUNS / round_name / "policies" / key / "alarms.json"),
         "passes": not failed,
         "failed_rules": failed,
     }
+
+
+def _warnings(path: Path) -> list[str]:
+    """What training warned of, in words; `alarms` is their number."""
+    if not path.is_file():
+        return []
+    return [str(alarm["message"]) for alarm in artifacts.read_json(path)]
 
 
 def _incoming(round_name: str, start: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -139,7 +358,7 @@ def _incoming(round_name: str, start: str, rows: list[dict[str, Any]]) -> dict[s
     path = _evaluations(round_name, rows[0]["candidate"]) / "evaluations.parquet"
     table = contracts.read(path, contracts.EVALUATIONS)
     row = _only(table[table["checkpoint"] == "incoming"], path, "incoming", "report")
-    numbers = {n: None if pd.isna(row[n]) else float(row[n]) for n in config.METRICS}
+    numbers = {name: _known(row.get(name)) for name in config.METRICS}
     return {"candidate": f"incoming ({start})", "from": start, **numbers}
 
 
@@ -175,8 +394,12 @@ def _note(decision: dict[str, Any], rows: list[dict[str, Any]]) -> str:
 
     winner = decision["promoted"]
     lines = [
-        f"**{f'promoted {winner}' if winner else 'nothing promoted'}**: {decision['reason']}",
+        f"**{f'promoted {winner}' if winner else decision['status']}**: {decision['reason']}",
         "",
+    ]
+    if decision["decision"] is not None:
+        lines += [f"The gate's own verdict: {decision['verdict']['reason']}", ""]
+    lines += [
         "| candidate | proxy | gold | KL (nats) | win rate | 95 % | verdict |",
         "|---|---|---|---|---|---|---|",
     ]

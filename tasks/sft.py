@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from rlhf import artifacts, config, contracts, tracking
+from rlhf import artifacts, config, contracts, resume, tracking
 from rlhf.algos.masking import masked_sum, reduce
 from rlhf.algos.types import LossOutput
-from rlhf.data.batching import chunks, length_sorted_batches
+from rlhf.champion import policy_digest
+from rlhf.data.batching import Epochs, chunks
 from rlhf.data.book import PromptBook
 from rlhf.data.text import TextCodec, load_tokenizer
 from rlhf.errors import StageFailed
@@ -28,10 +30,43 @@ METRICS = common.RUNS / "r0" / "metrics" / "sft.json"
 
 
 def run(pipeline: config.Pipeline) -> None:
-    """Reads data/tables; writes runs/r0/promoted and its metrics."""
+    """Reads data/source and data/tables; writes runs/r0/promoted and its metrics."""
     clock = Clock("sft")
-    settings, device = pipeline.sft, device_of(pipeline.model)
     common.prepare_torch(pipeline.resources.threads.sft)
+    with resume.open_scratch(
+        pipeline,
+        "sft",
+        inputs=[common.SOURCE, common.need(common.TABLES)],
+        params={
+            "seed": pipeline.seed,
+            "model": pipeline.model.model_dump(),
+            "sft": pipeline.sft.model_dump(),
+            "threads": pipeline.resources.threads.sft,
+        },
+    ) as scratch:
+        with tracking.stage_run(
+            pipeline,
+            stage="sft",
+            key="sft",
+            round="r0",
+            kind="sft",
+            name="r0/sft",
+            algorithm="sft",
+            params={
+                "sft": pipeline.sft.model_dump(),
+                "model": pipeline.model.model_dump(),
+                "seed": pipeline.seed,
+            },
+        ) as tracked:
+            _train(pipeline, scratch, tracked, clock)
+        scratch.finish()
+    clock.write()
+
+
+def _train(
+    pipeline: config.Pipeline, scratch: resume.Scratch, tracked: tracking.Run, clock: Clock
+) -> None:
+    settings, device = pipeline.sft, device_of(pipeline.model)
     tokenizer = load_tokenizer(pipeline.model, None)
     codec = TextCodec(tokenizer, pipeline.model)
     with clock("data"):
@@ -42,72 +77,61 @@ def run(pipeline: config.Pipeline) -> None:
         enable_gradient_checkpointing(model)
     train, heldout = train.to(device), heldout.to(device)
 
-    lengths = train.attention_mask.sum(1).tolist()
-    per_epoch = math.ceil(len(train) / settings.batch_size)
-    total = per_epoch * settings.epochs
-    learner = Learner(model, settings, total_updates=total, ema_decay=settings.ema_decay)
     order = torch.Generator().manual_seed(pipeline.seed_for("sft", "order"))
+    lengths = train.attention_mask.sum(1).tolist()
+    batches = Epochs(lengths, settings.batch_size, settings.epochs, order)
+    total = batches.total
+    learner = Learner(model, settings, total_updates=total, ema_decay=settings.ema_decay)
     model.train()  # what is loaded comes in evaluation mode
     best = _Best(settings.patience)
+    parts: dict[str, resume.Stateful] = {
+        "learner": learner, "batches": batches, "best": best, "clock": clock
+    }  # fmt: skip
 
-    with (
-        tracking.stage_run(
-            pipeline,
-            stage="sft",
-            key="sft",
-            round="r0",
-            kind="sft",
-            name="r0/sft",
-            algorithm="sft",
-            params={
-                "sft": settings.model_dump(),
-                "model": pipeline.model.model_dump(),
-                "seed": pipeline.seed,
-            },
-        ) as tracked,
-        Progress("sft", total, "updates") as progress,
-    ):
+    def collect() -> dict[str, Any]:
+        states = {name: part.state_dict() for name, part in parts.items()}
+        return {**states, "model": dict(model.state_dict()), "tracked": tracked.position()}
+
+    def apply(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+        tracked.resume(state["tracked"])
+
+    if not scratch.restore(apply):
         tracked.dataset(common.TABLES / "demonstrations.parquet", "demonstrations", "training")
-        for _ in range(settings.epochs):
-            for rows in length_sorted_batches(lengths, settings.batch_size, order):
-                with clock("training"):
-                    metrics = _update(learner, model, train, rows, settings, pipeline.model)
-                tokens = int(train.lengths[rows].sum())
-                step = learner.updates
-                tracked.metrics({f"sft/{k}": v for k, v in metrics.items()}, step)
-                if step % settings.evaluate_every == 0 or step == total:
-                    with clock("evaluation"), learner.averaged():
-                        loss = heldout_loss(
-                            model, heldout, pipeline.model, settings.micro_batch_size
-                        )
-                        best.offer(loss, step, model)
-                    tracked.metrics(
-                        {"sft/heldout_loss_nats": loss, "sft/heldout_perplexity": math.exp(loss)},
-                        step,
-                    )
-                progress.update(
-                    step,
-                    tokens=tokens,
-                    loss=metrics["loss"],
-                    heldout=best.latest or metrics["loss"],
+    with Progress("sft", total, "updates", done=learner.updates) as progress:
+        for _, rows in batches:
+            with clock("training"):
+                metrics = _update(learner, model, train, rows, settings, pipeline.model)
+            tokens = int(train.lengths[rows].sum())
+            step = learner.updates
+            tracked.metrics({f"sft/{k}": v for k, v in metrics.items()}, step)
+            if step % settings.evaluate_every == 0 or step == total:
+                with clock("evaluation"), learner.averaged():
+                    loss = heldout_loss(model, heldout, pipeline.model, settings.micro_batch_size)
+                    best.offer(loss, step, model)
+                tracked.metrics(
+                    {"sft/heldout_loss_nats": loss, "sft/heldout_perplexity": math.exp(loss)}, step
                 )
-                if best.exhausted:
-                    break
+            progress.update(
+                step, tokens=tokens, loss=metrics["loss"], heldout=best.latest or metrics["loss"]
+            )
             if best.exhausted:
                 break
-        model.load_state_dict(best.weights)
-        result = {
-            "heldout_loss_nats": best.loss,
-            "heldout_perplexity": math.exp(best.loss),
-            "best_update": best.step,
-            "updates": learner.updates,
-            "stopped_early": best.exhausted,
-        }
-        tracked.summary({f"sft_result/{k}": float(v) for k, v in result.items()})
-        with artifacts.write_directory(OUT) as directory:
-            save_policy(model, tokenizer, directory)
-        artifacts.write_json(METRICS, result)
-    clock.write()
+            scratch.step(step, collect)
+    model.load_state_dict(best.weights)
+    with artifacts.write_directory(OUT) as directory:
+        save_policy(model, tokenizer, directory)
+    result = {
+        "heldout_loss_nats": best.loss,
+        "heldout_perplexity": math.exp(best.loss),
+        "best_update": best.step,
+        "updates": learner.updates,
+        "stopped_early": best.exhausted,
+    }
+    tracked.summary({f"sft_result/{k}": float(v) for k, v in result.items()})
+    artifacts.write_json(METRICS, {**result, "weights_sha256": policy_digest(OUT)})
 
 
 def heldout_loss(
@@ -148,6 +172,19 @@ class _Best:
             self.weights = copy.deepcopy(model.state_dict())
         else:
             self.worse += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, the weights not copied."""
+        return {"weights": dict(self.weights), **{name: getattr(self, name) for name in _OF_BEST}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state."""
+        self.weights = state["weights"]
+        for name in _OF_BEST:
+            setattr(self, name, state[name])
+
+
+_OF_BEST = ("loss", "step", "latest", "worse")
 
 
 def _update(

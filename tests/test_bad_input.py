@@ -336,6 +336,7 @@ def test_programs_are_imported_before_anything_is_sampled(monkeypatch: pytest.Mo
     monkeypatch.setattr(common, "prepare_torch", lambda threads: None)
     monkeypatch.setattr(common, "need", lambda path: path)
     monkeypatch.setattr(preferences, "_sample", sampled)
+    monkeypatch.setattr(preferences, "_earlier", lambda *arguments: ([], []))
     pipeline = common.config.load(Path(__file__).parents[1] / "pipeline.yaml")
     wrong = pipeline.gold.model_copy(update={"path": "no_such_module"})  # type: ignore[union-attr]
     with pytest.raises(BadInput, match="no_such_module: cannot be imported"):

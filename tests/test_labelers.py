@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,88 @@ def test_programs_that_are_wrong_are_bad_input(
     with pytest.raises(BadInput, match=rule) as error:
         program(body, tmp_path, monkeypatch, name).label(["q", "q"], side, side)
     assert name in str(error.value)
+
+
+@pytest.mark.parametrize("size", [None, 1, 2, 5, 9])
+@pytest.mark.parametrize("given", [0, 2, 5])
+def test_a_labeler_is_asked_in_calls_of_its_size_and_never_twice(
+    size: int | None, given: int
+) -> None:
+    calls: list[list[str]] = []
+
+    class Asked:
+        name, batch_size = "asked", size
+
+        def label(
+            self, prompts: Sequence[str], first: Answers, second: Answers
+        ) -> list[labelers.Label]:
+            assert [p for p in prompts] == [i.replace("b", "q") for i in first.ids]
+            assert first.gold is not None and len(first.gold) == len(prompts)
+            calls.append(list(second.ids))
+            return ["first" if int(i[1:]) % 2 else "second" for i in first.ids]
+
+    everything: list[labelers.Label] = ["second", "first", "second", "first", "second"]
+    seen: list[int] = []
+    found = labelers.label_all(
+        Asked(),
+        [f"q{i}" for i in range(5)],
+        answers("b", [1.0] * 5),
+        answers("w", [0.0] * 5),
+        given=everything[:given],
+        on_call=lambda labels: seen.append(len(labels)),
+    )
+    assert found == everything
+    assert [i for call in calls for i in call] == [f"w{i}" for i in range(given, 5)]
+    assert max(map(len, calls), default=0) <= (size or 5)
+    assert len(calls) == -(-(5 - given) // (size or 5))
+    assert seen == [min(given + (size or 5) * k, 5) for k in range(1, len(calls) + 1)]
+
+
+COUNTED = """
+def score(prompts, responses, ended):
+    with open({path!r}, "a") as file:
+        file.write(f"{{len(prompts)}} ")
+    return pd.DataFrame({{"total": [float(r) for r in responses], "again": 1.0}})
+"""
+
+
+@pytest.mark.parametrize(
+    ("size", "given", "asked"), [(None, 0, "5 "), (2, 0, "2 2 1 "), (2, 3, "2 "), (2, 5, "")]
+)
+def test_gold_is_asked_in_calls_of_its_size_and_never_twice(
+    size: int | None, given: int, asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "log"
+    log.touch()
+    name = f"counted_{size}_{given}"
+    gold_of(COUNTED.format(path=str(log)), tmp_path, monkeypatch, name)
+    gold = load_gold(config.Gold(kind="program", path=name, batch_size=size))
+    texts = [str(i) for i in range(5)]
+    known = pd.DataFrame({"total": [float(i) for i in range(given)], "again": 1.0})
+    saved: list[int] = []
+    found = gold.score(
+        ["q"] * 5, texts, [True] * 5, given=known if given else None,
+        on_call=lambda table: saved.append(len(table)),
+    )  # fmt: skip
+    assert found["total"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert list(found.columns) == ["total", "again"]
+    assert log.read_text() == asked
+    assert saved == ([5] if asked and size is None else [2, 4, 5] if not given else saved[-1:])
+
+
+def test_gold_names_the_row_of_all_answers_and_keeps_its_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = """
+def score(prompts, responses, ended):
+    return pd.DataFrame({"total": [float(r) for r in responses], **({"x": 0.0} if "3" in responses else {})})
+"""
+    gold_of(body, tmp_path, monkeypatch, "changing")
+    gold = load_gold(config.Gold(kind="program", path="changing", batch_size=2))
+    with pytest.raises(BadInput, match="row 2, column `total` is nan"):
+        gold.score(["q"] * 3, ["0", "1", "nan"], [True] * 3)
+    with pytest.raises(BadInput, match=r"columns \['total', 'x'\] after \['total'\]"):
+        gold.score(["q"] * 4, ["0", "1", "2", "3"], [True] * 4)
 
 
 def test_simulated_needs_gold() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable
 from functools import partial
@@ -489,6 +490,49 @@ def test_a_loaded_average_goes_on_to_the_bit() -> None:
     assert all(torch.equal(value, now[name]) for name, value in straight.state_dict().items())
     # A copy: what it was loaded from stays.
     assert not any(torch.equal(value, now[name]) for name, value in saved.items())
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+@pytest.mark.parametrize("cut", [0, 1, 3, 7])
+def test_a_loaded_learner_goes_on_to_the_bit(schedule: str, cut: int) -> None:
+    """Saved in the warm-up, at its end and on the way down: moments, rates and averages are those of one run."""
+
+    def learner() -> Learner:
+        options = settings(
+            warmup_steps=3, schedule=schedule, final_lr_fraction=0.1, weight_decay=0.1
+        )
+        factors = {"2.bias": 10.0}
+        return Learner(
+            network(), options, total_updates=8, ema_decay=0.9, rate_factors=factors
+        )  # fmt: skip
+
+    def update(learner: Learner) -> dict[str, float]:
+        return learner.update([(8.0, partial(share, learner.model, list(range(8)), 8))], name="b")
+
+    straight, first, resumed = learner(), learner(), learner()
+    expected = [update(straight) for _ in range(8)]
+    for _ in range(cut):
+        update(first)
+    file = io.BytesIO()
+    torch.save([first.state_dict(), dict(first.model.state_dict())], file)
+    file.seek(0)
+    state, weights = torch.load(file, weights_only=True)
+    resumed.model.load_state_dict(weights)
+    resumed.load_state_dict(state)
+    assert resumed.updates == cut
+    assert resumed.learning_rate == pytest.approx(schedule_factor(cut, 3, 8, 0.1, schedule) * 0.01)
+    assert [update(resumed) for _ in range(cut, 8)] == expected[cut:]
+    assert tiny.same_weights(resumed.model, tiny.weights_of(straight.model))
+    with straight.averaged(), resumed.averaged():
+        assert tiny.same_weights(resumed.model, tiny.weights_of(straight.model))
+
+
+@pytest.mark.parametrize("saved", [None, 0.9])
+def test_the_state_of_a_learner_with_another_average_is_refused(saved: float | None) -> None:
+    state = Learner(network(), settings(), total_updates=1, ema_decay=saved).state_dict()
+    other = Learner(network(), settings(), total_updates=1, ema_decay=None if saved else 0.9)
+    with pytest.raises(ValueError, match="averages the weights"):
+        other.load_state_dict(state)
 
 
 def test_an_average_of_another_model_is_refused() -> None:

@@ -45,7 +45,7 @@ def start(place: Path, *, grace: str = "20", mood: str = "meek", **environment: 
         [sys.executable, "-c", PARENT, str(place), STAGE, str(place), grace, mood],
         env={**_clean(), "PYTHONPATH": str(ROOT), **environment},
     )
-    wait_until(lambda: (place / "held").exists())
+    wait_until(lambda: (place / "held").exists() and bool((place / "held").read_text()))
     return parent, int((place / "pid").read_text())
 
 

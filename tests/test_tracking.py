@@ -14,17 +14,10 @@ from typing import Any
 import pytest
 
 from rlhf import config, tracking
+from rlhf.errors import Interrupted
 from rlhf.lifeline import ident
 
 PIPELINE = Path(__file__).parents[1] / "pipeline.yaml"
-
-
-@pytest.fixture(scope="session")
-def empty_store(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The bytes of a fresh sqlite store: creating one takes seconds, copying none."""
-    folder = tmp_path_factory.mktemp("store")
-    tracking._client(None, folder).search_experiments()
-    return (folder / "mlflow.db").read_bytes()
 
 
 @pytest.fixture
@@ -124,25 +117,218 @@ def test_a_rerun_that_measures_other_values_replaces_its_run(
     assert found.data.params["kl.coef"] == "0.15"
 
 
-def test_a_resumed_stage_keeps_what_came_before_its_checkpoint(
+def killed(run: tracking.Run) -> None:
+    """As after kill -9: no end is written."""
+    tracking._open_runs.remove(run)
+    if run._background is not None:
+        run._background.stop()
+
+
+def attempt(
+    pipeline: config.Pipeline,
+    folder: Path,
+    steps: range,
+    *,
+    position: int | None = None,
+    offset: float = 0.0,
+    checkpoint: int | None = None,
+    ends: bool = True,
+) -> int:
+    """Log `offset + step` at each step; returns the position after the step `checkpoint`."""
+    run = start(pipeline, folder)
+    run.__enter__()
+    found = run.position()
+    if position is not None:
+        run.resume(position)
+    for step in steps:
+        run.metrics({"policy/reward": offset + step}, step)
+        if step == checkpoint:
+            found = run.position()
+    if ends:
+        run.__exit__(None, None, None)
+    else:
+        killed(run)
+    return found
+
+
+def lasting(folder: Path, name: str = "policy/reward") -> list[tuple[int, float]]:
+    (found,) = runs(folder)
+    assert found.info.status == "FINISHED"
+    return curve(folder, found, name)
+
+
+@pytest.mark.parametrize("sent", [True, False])
+def test_a_resumed_stage_continues_the_run_of_the_killed_one(
+    pipeline: config.Pipeline, folder: Path, sent: bool
+) -> None:
+    position = attempt(pipeline, folder, range(5), checkpoint=2, ends=False)
+    if sent:
+        tracking.forward(folder)
+        first = runs(folder)[0].info.run_id
+    attempt(pipeline, folder, range(3, 7), position=position)
+    assert lasting(folder) == [(step, float(step)) for step in range(7)]
+    if sent:
+        assert runs(folder)[0].info.run_id == first
+
+
+def test_what_was_measured_after_the_checkpoint_is_forgotten_whatever_its_step_or_name(
     pipeline: config.Pipeline, folder: Path
 ) -> None:
-    run = start(pipeline, folder).__enter__()
-    for step in range(4):
-        run.metrics({"policy/reward": float(step)}, step)
-    tracking._open_runs.remove(run)  # as after kill -9: no end is written
+    """Members of a committee count their steps from the beginning, each."""
+    with start(pipeline, folder) as run:
+        for step in range(3):
+            run.metrics({"member_0": float(step)}, step)
+        run.metrics({"member_1": 0.0}, 0)
+        position = run.position()
+        run.metrics({"member_1": 1.0, "odd": 1.0}, 1)
+        run.summary({"early": 1.0})
+    with start(pipeline, folder) as run:
+        run.resume(position)
+        run.metrics({"member_1": 1.0}, 1)
+    assert lasting(folder, "member_0") == [(0, 0.0), (1, 1.0), (2, 2.0)]
+    assert lasting(folder, "member_1") == [(0, 0.0), (1, 1.0)]
+    assert set(runs(folder)[0].data.metrics) == {"member_0", "member_1"}
+
+
+def test_many_kills_and_a_checkpoint_that_is_passed_over(
+    pipeline: config.Pipeline, folder: Path
+) -> None:
+    early = attempt(pipeline, folder, range(4), checkpoint=1, ends=False)
+    late = attempt(pipeline, folder, range(2, 6), position=early, checkpoint=4, ends=False)
     tracking.forward(folder)
-    with start(pipeline, folder) as run:  # the checkpoint was at step 2
-        for step in range(2, 5):
-            run.metrics({"policy/reward": step + 0.25}, step)
+    attempt(pipeline, folder, range(5, 9), position=late, ends=False)
+    # The later checkpoint turned out damaged.
+    attempt(pipeline, folder, range(2, 4), position=early, ends=False)
+    tracking.forward(folder)
+    attempt(pipeline, folder, range(5, 7), position=late)
+    assert lasting(folder) == [(step, float(step)) for step in range(7)]
+
+
+def test_an_attempt_that_does_not_resume_starts_over(
+    pipeline: config.Pipeline, folder: Path
+) -> None:
+    attempt(pipeline, folder, range(5), ends=False)
+    tracking.forward(folder)
+    attempt(pipeline, folder, range(2, 4))
+    assert lasting(folder) == [(2, 2.0), (3, 3.0)]
+
+
+@pytest.mark.parametrize("new_forwarder", [True, False])
+def test_values_that_a_resumed_stage_measures_differently_replace_the_old(
+    pipeline: config.Pipeline, folder: Path, new_forwarder: bool
+) -> None:
+    """As on a GPU. Whoever sends the rest may have recalled the run from the disk."""
+    position = attempt(pipeline, folder, range(5), checkpoint=2, ends=False)
+    tracking.forward(folder)
+    run = start(pipeline, folder)
+    run.__enter__()
+    run.resume(position)
+    forwarder = tracking.Forwarder(folder)
+    forwarder.drain()
+    run.metrics({"policy/reward": 3.25}, 3)
+    if not new_forwarder:
+        forwarder.drain()
+    run.metrics({"policy/reward": 4.25}, 4)
+    run.__exit__(None, None, None)
+    assert lasting(folder) == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.25), (4, 4.25)]
+    assert runs(folder)[0].data.params["kl.coef"] == "0.15"
+
+
+@pytest.mark.parametrize("last", [4, 7])
+def test_a_wiped_spool_keeps_what_mlflow_has_of_the_steps_before(
+    pipeline: config.Pipeline, folder: Path, last: int
+) -> None:
+    position = attempt(pipeline, folder, range(5), checkpoint=2, ends=False)
+    tracking.forward(folder)
+    for path in (folder / tracking.SPOOL).glob("*.json*"):
+        path.unlink()
+    attempt(pipeline, folder, range(3, last), position=position)
+    assert lasting(folder) == [(step, float(step)) for step in range(last)]
+
+
+def test_a_spool_and_a_store_that_are_both_gone_begin_anew(
+    pipeline: config.Pipeline, folder: Path
+) -> None:
+    empty = (folder / "mlflow.db").read_bytes()
+    position = attempt(pipeline, folder, range(500), checkpoint=400, ends=False)
+    tracking.forward(folder)
+    (folder / "mlflow.db").write_bytes(empty)
+    next((folder / tracking.SPOOL).glob("*.jsonl")).unlink()  # what is known of the run stays
+    attempt(pipeline, folder, range(3, 5), position=position)
+    assert lasting(folder) == [(3, 3.0), (4, 4.0)]
+
+
+def test_what_the_killed_attempt_wrote_but_did_not_send_is_sent(
+    pipeline: config.Pipeline, folder: Path
+) -> None:
+    (folder / "curve.png").write_bytes(b"png")
+    run = start(pipeline, folder)
+    run.__enter__()
+    run.figure(folder / "curve.png")
+    run.dataset(folder / "curve.png", "pairs", "training")
+    run.metrics({"policy/reward": float("nan")}, 0)
+    position = run.position()
+    run.tags({"odd": "1"})
+    killed(run)
+    with start(pipeline, folder) as run:
+        run.dataset(folder / "curve.png", "pairs", "training")
+        run.resume(position)
+        run.metrics({"policy/reward": float("inf"), "policy/kl_nats": 1.0}, 1)
     (found,) = runs(folder)
-    assert curve(folder, found, "policy/reward") == [
-        (0, 0.0),
-        (1, 1.0),
-        (2, 2.25),
-        (3, 3.25),
-        (4, 4.25),
-    ]
+    place = folder / "mlartifacts" / found.info.run_id / "artifacts"
+    assert (place / "figures/curve.png").read_bytes() == b"png"
+    assert found.data.tags["rlhf.non_finite"] == "policy/reward@0, policy/reward@1"
+    assert "odd" not in found.data.tags
+    assert set(found.data.metrics) == {"policy/kl_nats"}
+    assert len(found.inputs.dataset_inputs) == 1
+
+
+def test_a_stopped_run_that_is_continued_ends_finished_without_its_error(
+    pipeline: config.Pipeline, folder: Path
+) -> None:
+    reached: list[int] = []
+
+    def stage(steps: range, position: int | None = None) -> None:
+        with start(pipeline, folder) as run:
+            if position is not None:
+                run.resume(position)
+            for step in steps:
+                run.metrics({"policy/reward": float(step)}, step)
+                reached.append(run.position())
+            if steps.stop < 6:
+                raise Interrupted("stopped after a step")
+
+    with pytest.raises(Interrupted):
+        stage(range(3))
+    tracking.forward(folder)
+    (found,) = runs(folder)
+    first = found.info.run_id
+    assert (found.info.status, "rlhf.error" in found.data.tags) == ("KILLED", True)
+    with pytest.raises(Interrupted):  # stopped again before it is as far as it was: nothing is lost
+        stage(range(0), position=reached[1])
+    tracking.forward(folder)
+    stage(range(2, 6), position=reached[1])
+    (found,) = runs(folder)
+    assert found.info.run_id == first
+    assert (found.info.status, "rlhf.error" in found.data.tags) == ("FINISHED", False)
+    assert curve(folder, found, "policy/reward") == [(step, float(step)) for step in range(6)]
+
+
+def test_a_changed_setting_is_another_run_also_when_it_resumes(
+    pipeline: config.Pipeline, folder: Path
+) -> None:
+    position = attempt(pipeline, folder, range(3), checkpoint=2)
+    with start(pipeline, folder, params={"kl": {"coef": 0.3}}) as run:
+        run.resume(position)
+        run.metrics({"policy/reward": 3.0}, 3)
+    old, new = runs(folder)
+    assert [len(curve(folder, run, "policy/reward")) for run in (old, new)] == [3, 1]
+    assert new.data.params["kl.coef"] == "0.3"
+
+
+def test_a_run_is_resumed_inside_its_block(pipeline: config.Pipeline, folder: Path) -> None:
+    with pytest.raises(RuntimeError, match="with block"):
+        start(pipeline, folder).resume(0)
 
 
 def test_changed_settings_make_another_run_and_the_old_one_steps_back(
@@ -191,21 +377,23 @@ def test_a_lost_store_is_filled_again(pipeline: config.Pipeline, folder: Path) -
     empty = (folder / "mlflow.db").read_bytes()
     with start(pipeline, folder) as run:
         run.metrics({"policy/reward": 1.0}, 0)
+        position = run.position()
     (folder / "mlflow.db").write_bytes(empty)
     with start(pipeline, folder) as run:
+        run.resume(position)
         run.metrics({"policy/reward": 2.0}, 1)
     (found,) = runs(folder)
     assert curve(folder, found, "policy/reward") == [(0, 1.0), (1, 2.0)]
 
 
 def test_a_lost_spool_does_not_double_points(pipeline: config.Pipeline, folder: Path) -> None:
-    for step in (0, 1):
+    for _ in range(2):
         with start(pipeline, folder) as run:
-            run.metrics({"policy/reward": float(step)}, step)
+            for step in (0, 1):
+                run.metrics({"policy/reward": float(step)}, step)
         for path in (folder / tracking.SPOOL).glob("*.json*"):
             path.unlink()
-    (found,) = runs(folder)
-    assert curve(folder, found, "policy/reward") == [(0, 0.0), (1, 1.0)]
+    assert lasting(folder) == [(0, 0.0), (1, 1.0)]
 
 
 def test_a_line_cut_short_by_a_kill_is_skipped(pipeline: config.Pipeline, folder: Path) -> None:
@@ -227,19 +415,6 @@ def test_settings_beyond_the_limits_become_an_artifact(
     assert set(found.data.params) == {"short", "config_sha256"}
     kept = folder / "mlartifacts" / found.info.run_id / "artifacts/config.json"
     assert json.loads(kept.read_text())["long"] == "x" * 9000
-
-
-def test_the_champion_is_a_version_that_points_at_the_path(
-    pipeline: config.Pipeline, folder: Path
-) -> None:
-    promoted = folder / "runs/r1/promoted"
-    promoted.mkdir(parents=True)
-    for _ in range(2):
-        tracking.register_champion(pipeline, "r1", promoted, {"gold_mean": 0.5}, folder)
-    client = tracking._client(None, folder)
-    version = client.get_model_version_by_alias("reviews", "champion")
-    assert (str(version.version), version.source) == ("1", promoted.as_uri())
-    assert version.tags["rlhf.round"] == "r1"
 
 
 def test_output_hashes_and_links(pipeline: config.Pipeline, folder: Path) -> None:
@@ -316,8 +491,11 @@ def test_a_dead_flow_does_not_keep_a_stage_from_forwarding(folder: Path) -> None
     assert len(runs(folder)) == 1
 
 
-def test_a_killed_stage_ends_as_killed_with_its_points(folder: Path) -> None:
-    result = stage(folder, "die", ROUNDHOUSE_FORWARDER=ident(os.getpid()))
+def test_a_killed_stage_ends_as_killed_with_its_points_and_finished_once_it_is_continued(
+    folder: Path,
+) -> None:
+    flow = ident(os.getpid())
+    result = stage(folder, "die", ROUNDHOUSE_FORWARDER=flow)
     assert result.returncode == -9
     forwarder = tracking.Forwarder(folder)
     forwarder.drain()
@@ -325,6 +503,11 @@ def test_a_killed_stage_ends_as_killed_with_its_points(folder: Path) -> None:
     (found,) = runs(folder)
     assert found.info.status == "KILLED"
     assert curve(folder, found, "policy/reward") == [(0, 1.0)]
+    stage(folder, ROUNDHOUSE_FORWARDER=flow)
+    forwarder.drain()
+    (again,) = runs(folder)
+    assert (again.info.run_id, again.info.status) == (found.info.run_id, "FINISHED")
+    assert lasting(folder) == [(0, 1.0)]
 
 
 def test_a_server_that_does_not_answer_costs_a_warning_and_nothing_else(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 
@@ -54,3 +54,44 @@ def length_sorted_batches(
         batches.append(shuffled[full:])
     order = torch.randperm(len(batches), generator=generator).tolist()
     return [batches[i] for i in order]
+
+
+class Epochs:
+    """Epoch after epoch of `length_sorted_batches`, from any place in them.
+
+    Iterating gives (epoch from 0, rows) of what is still to come; the batch given out last counts as done.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], batch_size: int, num_epochs: int, generator: torch.Generator
+    ) -> None:
+        self.lengths, self.batch_size, self.num_epochs = lengths, batch_size, num_epochs
+        self.generator = generator
+        self.epoch, self.batches_done = 0, 0
+        self._before = generator.get_state()  # the present epoch was drawn
+
+    @property
+    def total(self) -> int:
+        """Batches in all epochs together."""
+        return -(-len(self.lengths) // self.batch_size) * self.num_epochs
+
+    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
+        while self.epoch < self.num_epochs:
+            self._before = self.generator.get_state()
+            batches = length_sorted_batches(self.lengths, self.batch_size, self.generator)
+            for rows in batches[self.batches_done :]:
+                self.batches_done += 1
+                yield self.epoch, rows
+            self.epoch, self.batches_done = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place, to go on from."""
+        return {
+            "epoch": self.epoch, "batches_done": self.batches_done, "generator": self._before
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved place."""
+        self.epoch, self.batches_done = state["epoch"], state["batches_done"]
+        self._before = state["generator"]
+        self.generator.set_state(self._before)

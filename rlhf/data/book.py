@@ -36,6 +36,10 @@ class PromptBook:
             )
         return found
 
+    def split(self, prompt_id: str) -> str | None:
+        """The split of a prompt, None if the book does not have it."""
+        return self._split.get(prompt_id)
+
     def text(self, prompt_id: str) -> str:
         """The prompt as a person reads it."""
         return self._text[prompt_id]

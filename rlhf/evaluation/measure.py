@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +19,31 @@ from rlhf.models.sequences import Sequences
 from rlhf.optimise.forward import divergence
 from rlhf.progress import Clock
 from rlhf.rewards.committee import Committee
-from rlhf.rollout import sample
+from rlhf.rollout import Sampling, sample
 
 if TYPE_CHECKING:
     from rlhf.rewards.gold import Gold
 
 DIVERGENCE_BATCH = 128
+
+
+class Measurement:
+    """How far a call of `measure` is, for checkpoints: its sampling, and what gold has said."""
+
+    def __init__(self) -> None:
+        self.sampling = Sampling()
+        self.gold: pd.DataFrame | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "sampling": self.sampling.state_dict(),
+            "gold": None if self.gold is None else self.gold.to_dict("list"),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.sampling.load_state_dict(state["sampling"])
+        gold = state["gold"]
+        self.gold = None if gold is None else pd.DataFrame(gold, dtype="float64")
 
 
 @dataclass(frozen=True)
@@ -52,13 +71,18 @@ def measure(
     evaluation: config.Evaluation,
     seed: int,
     clock: Clock,
+    state: Measurement | None = None,
+    on_step: Callable[[bool], None] = lambda precious: None,
 ) -> pd.DataFrame:
     """One row per answer: prompt_id, response, ended, num_tokens, proxy, proxy_std, gold, gold/<part>, kl, entropy.
 
     kl is the exact KL to the reference summed over the answer's tokens, entropy the mean over them, in nats.
-    The answers of a prompt stand next to each other.
+    The answers of a prompt stand next to each other. `state` is where it is at each call of `on_step`, which is
+    told whether the state is precious: judges are asked about these answers next, or have just been. A saved one
+    is continued.
     """
     codec = book.codec
+    state = state or Measurement()
     keys = [key for key in prompt_ids for _ in range(samples_per_prompt)]
     prompts = [book.tokens(key) for key in keys]
     with clock("sampling"):
@@ -72,6 +96,8 @@ def measure(
             pad_id=codec.pad_id,
             seed=seed,
             batch_size=evaluation.sampling_batch_size,
+            state=state.sampling,
+            on_batch=lambda done, _: on_step(judges.gold is not None and done == len(prompts)),
         )
     texts = [codec.decode(completion.ids) for completion in completions]
     ended = [completion.ended for completion in completions]
@@ -96,7 +122,14 @@ def measure(
             }
         )
         if judges.gold is not None:
-            parts = judges.gold.score([book.text(key) for key in keys], texts, ended)
+
+            def answered(scores: pd.DataFrame) -> None:
+                state.gold = scores
+                on_step(True)
+
+            parts = judges.gold.score(
+                [book.text(key) for key in keys], texts, ended, given=state.gold, on_call=answered
+            )
             table["gold"] = parts["total"].to_numpy()
             for part in parts.columns.drop("total"):
                 table[f"gold/{part}"] = parts[part].to_numpy()
@@ -104,15 +137,24 @@ def measure(
 
 
 def summarise(
-    answers: pd.DataFrame, baseline: pd.DataFrame, *, judge: str, num_bootstrap: int, seed: int
+    answers: pd.DataFrame,
+    baseline: pd.DataFrame,
+    initial: pd.DataFrame | None = None,
+    *,
+    judge: str,
+    num_bootstrap: int,
+    seed: int,
 ) -> dict[str, Any]:
     """The evaluation row of a policy against the incoming policy's answers to the same prompts.
 
-    Standard errors are over prompts. The win rate compares answers by gold where there is one.
+    `initial` are those of r0's policy, where that is not the incoming one. Standard errors are over prompts. Win
+    rates compare answers by gold where there is one.
     """
     score = "proxy" if judge == "proxy" else "gold"
-    if answers["prompt_id"].unique().tolist() != baseline["prompt_id"].unique().tolist():
-        raise ValueError("answers and baseline are to different prompts, or in another order")
+    initial = baseline if initial is None else initial
+    for other in (baseline, initial):
+        if answers["prompt_id"].unique().tolist() != other["prompt_id"].unique().tolist():
+            raise ValueError("answers and baseline are to different prompts, or in another order")
     if answers["prompt_id"].nunique() < 2:
         raise BadInput(
             "only one prompt to evaluate on",
@@ -120,11 +162,14 @@ def summarise(
             rule="intervals need at least two choose and two report prompts",
             mend="bring more prompts, or give the split a larger share in data.split_fractions",
         )
-    wins = win_rate(
-        _by_prompt(answers, score),
-        _by_prompt(baseline, score),
-        num_bootstrap=num_bootstrap,
-        seed=seed,
+    wins, wins_initial = (
+        win_rate(
+            _by_prompt(answers, score),
+            _by_prompt(other, score),
+            num_bootstrap=num_bootstrap,
+            seed=seed,
+        )
+        for other in (baseline, initial)
     )
     has_gold = judge != "proxy"
     row: dict[str, Any] = {
@@ -144,6 +189,9 @@ def summarise(
         "win_rate": wins.value,
         "win_rate_lower": wins.lower,
         "win_rate_upper": wins.upper,
+        "win_rate_initial": wins_initial.value,
+        "win_rate_initial_lower": wins_initial.lower,
+        "win_rate_initial_upper": wins_initial.upper,
         "judge": judge,
     }
     for part in [name for name in answers.columns if name.startswith("gold/")]:

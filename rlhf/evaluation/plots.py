@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,4 +90,31 @@ def reliability(table: pd.DataFrame, error: float | None, path: Path) -> None:
     shown = "" if error is None else f", calibration error {error:.3f}"
     axes.set_title(f"{int(rows['count'].sum())} held-out pairs{shown}\nbars 95 %", fontsize=10)
     axes.legend(frameon=False)
+    _save(figure, path)
+
+
+def rounds(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Gold and proxy of each round's policy, and below it the KL that its candidate moved away.
+
+    Every round scores by its own committee, on a scale of its own: proxies are points, not a curve.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(max(6.4, 0.45 * len(rows) + 2), 5.2), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
+    x = list(range(len(rows)))
+
+    def values(column: str) -> list[float]:
+        return [math.nan if row[column] is None else float(row[column]) for row in rows]
+
+    above.plot(x, values("gold"), marker="s", color=ORANGE, label="gold (what is meant)")
+    above.plot(x, values("proxy"), "o", color=BLUE, label="proxy (the round's committee)")
+    above.set_ylabel("mean reward")
+    above.legend(frameon=False)
+    below.bar(x, values("kl"), color=GREY, width=0.6)
+    below.set_ylabel("KL (nats)")
+    below.set_xticks(x, [str(row["round"]) for row in rows], rotation=90 if len(rows) > 12 else 0)
+    for axes in (above, below):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
     _save(figure, path)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +23,27 @@ def follow(reference: PreTrainedModel, policy: PreTrainedModel, decay: float) ->
     """Moves the reference: decay * reference + (1 - decay) * policy, weight by weight."""
     for mine, theirs in zip(reference.parameters(), policy.parameters(), strict=True):
         mine.lerp_(theirs, 1 - decay)
+
+
+def models_state(policy: PreTrainedModel, moving: PreTrainedModel | None) -> dict[str, Any]:
+    """Weights and mode of the policy, and the weights of a reference that moves, not copied."""
+    return {
+        "policy": dict(policy.state_dict()),
+        "training": policy.training,
+        "moving": None if moving is None else dict(moving.state_dict()),
+    }
+
+
+def load_models_state(
+    policy: PreTrainedModel, moving: PreTrainedModel | None, state: Mapping[str, Any]
+) -> None:
+    """Put back what `models_state` gave. Raises ValueError if only one of the two has a moving reference."""
+    if (moving is None) != (state["moving"] is None):
+        raise ValueError("only one of the run and its saved state has a reference that moves")
+    policy.load_state_dict(state["policy"])
+    policy.train(state["training"])
+    if moving is not None:
+        moving.load_state_dict(state["moving"])
 
 
 class Budget:
@@ -55,3 +78,12 @@ class Budget:
         self.stopped_at = (place[0], place[1])
         self.policy.load_state_dict(weights)
         return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The weights to go back to, not copied."""
+        return {"good": None if self.good is None else list(self.good)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        good = state["good"]
+        self.good = None if good is None else (good[0], good[1], good[2])

@@ -150,6 +150,14 @@ class PairObjective:
             self.shift_total += metrics["reward_level"] * num_pairs
             self.shift_count += num_pairs
 
+    def state_dict(self) -> dict[str, Any]:
+        """The running mean that `reward_shift` reads."""
+        return {"shift_total": self.shift_total, "shift_count": self.shift_count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        self.shift_total, self.shift_count = state["shift_total"], state["shift_count"]
+
     def _inputs(self, part: Pairs, chosen: Tensor, rejected: Tensor) -> dict[str, Any]:
         lengths = part.chosen.lengths, part.rejected.lengths
         ref = self._reference(part)

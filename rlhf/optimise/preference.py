@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,12 +14,12 @@ from transformers import PreTrainedModel
 
 from rlhf import config
 from rlhf.algos.masking import masked_sum
-from rlhf.data.batching import chunks, length_sorted_batches
+from rlhf.data.batching import Epochs, chunks, length_sorted_batches
 from rlhf.data.text import TextCodec
 from rlhf.learner import Learner
 from rlhf.models.sequences import Sequences
 from rlhf.optimise import preflight
-from rlhf.optimise.anchor import Budget, follow
+from rlhf.optimise.anchor import Budget, follow, load_models_state, models_state
 from rlhf.optimise.forward import by_length, logprobs_of, scatter
 from rlhf.optimise.pairs import PairObjective, Pairs
 from rlhf.optimise.reference import ReferenceCache, reference_key
@@ -69,8 +70,9 @@ class PreferenceTrainer:
         prompts = [pair.prompt for pair in pairs]
         chosen = Sequences.from_rows(prompts, [p.chosen for p in pairs], pad_id).to(device)
         rejected = Sequences.from_rows(prompts, [p.rejected for p in pairs], pad_id).to(device)
-        self.lengths = [len(p.prompt) + max(len(p.chosen), len(p.rejected)) for p in pairs]
-        self.order = torch.Generator().manual_seed(seed)
+        lengths = [len(p.prompt) + max(len(p.chosen), len(p.rejected)) for p in pairs]
+        order = torch.Generator().manual_seed(seed)
+        self.batches = Epochs(lengths, settings.batch_size, settings.epochs, order)
         with clock("training"):
             at_start = self._frozen_logps(start, chosen, rejected)
             at_reference: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -81,28 +83,51 @@ class PreferenceTrainer:
                     else self._frozen_logps(reference, chosen, rejected)
                 )
         self.pairs = Pairs(chosen, rejected, *at_start, *at_reference)
-        per_epoch = -(-len(pairs) // settings.batch_size)
-        self.total_updates = per_epoch * settings.epochs
+        self.total_updates = self.batches.total
         self.learner = Learner(
             policy, settings, total_updates=self.total_updates, ema_decay=settings.ema_decay
         )
         self._preflight()
 
     def run(self) -> Iterator[tuple[int, int, dict[str, float]]]:
-        """Yields (update from 1, response tokens trained on, metrics)."""
+        """Yields (update, response tokens trained on, metrics); the first is 1, or the one after a loaded state."""
         s, pairs = self.settings, self.pairs
         self.policy.train()
-        for epoch in range(s.epochs):
-            for rows in length_sorted_batches(self.lengths, s.batch_size, self.order):
-                with self.clock("training"):
-                    metrics = update(
-                        self.objective, self.learner, pairs, rows, s.micro_batch_size,
-                        name=f"epoch {epoch + 1}, pairs {sorted(rows)[:8]}",
-                    )  # fmt: skip
-                    if self.reference is not None and s.reference_decay is not None:
-                        follow(self.reference, self.policy, s.reference_decay)
-                tokens = int(pairs.chosen.lengths[rows].sum() + pairs.rejected.lengths[rows].sum())
-                yield self.learner.updates, tokens, metrics
+        for epoch, rows in self.batches:
+            with self.clock("training"):
+                metrics = update(
+                    self.objective, self.learner, pairs, rows, s.micro_batch_size,
+                    name=f"epoch {epoch + 1}, pairs {sorted(rows)[:8]}",
+                )  # fmt: skip
+                if self.reference is not None and s.reference_decay is not None:
+                    follow(self.reference, self.policy, s.reference_decay)
+            tokens = int(pairs.chosen.lengths[rows].sum() + pairs.rejected.lengths[rows].sum())
+            yield self.learner.updates, tokens, metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that `run` needs to go on after the update it is at, to the bit. Not copied."""
+        return {
+            "models": models_state(self.policy, self._moving),
+            "learner": self.learner.state_dict(),
+            "objective": self.objective.state_dict(),
+            "batches": self.batches.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state. Raises ValueError if it is not of a trainer with these settings."""
+        load_models_state(self.policy, self._moving, state["models"])
+        self.learner.load_state_dict(state["learner"])
+        self.objective.load_state_dict(state["objective"])
+        self.batches.load_state_dict(state["batches"])
+
+    @property
+    def position(self) -> int:
+        """Updates that are done."""
+        return self.learner.updates
+
+    @property
+    def _moving(self) -> PreTrainedModel | None:
+        return self.reference if self.objective.moving else None
 
     def _frozen_logps(
         self, policy: PreTrainedModel, chosen: Sequences, rejected: Sequences
@@ -180,19 +205,57 @@ class OnlinePreferenceTrainer:
         )
         self.budget = Budget(settings.kl_budget_nats, policy)
         self.collected = 0
+        self.steps_done = 0
 
     def run(self) -> Iterator[tuple[int, Rollout, dict[str, float]]]:
-        """Yields (step, rollout, metrics) after each step from 1; over the KL budget it ends."""
+        """Yields (step, rollout, metrics) after each step; over the KL budget it ends.
+
+        The first step is 1, or the one after a loaded state.
+        """
         s = self.settings
-        for step in range(1, s.steps + 1):
+        for step in range(self.steps_done + 1, s.steps + 1):
             rollout, pairs, metrics = self.collect()
             if not self._within_budget(metrics, step - 1):
                 return
-            yield step, rollout, metrics | self._update(pairs)
+            metrics |= self._update(pairs)
             if self.reference is not None and s.reference_decay is not None:
                 follow(self.reference, self.policy, s.reference_decay)
+            self.steps_done = step
+            yield step, rollout, metrics
         if s.kl_budget_nats is not None:
             self._within_budget(self.collect()[2], s.steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that `run` needs to go on after the step it is at, to the bit. Not copied."""
+        return {
+            "models": models_state(self.policy, self._moving),
+            "learner": self.learner.state_dict(),
+            "objective": self.objective.state_dict(),
+            "rollouts": self.rollouts.state_dict(),
+            "budget": self.budget.state_dict(),
+            "order": self.order.get_state(),
+            "collected": self.collected,
+            "steps_done": self.steps_done,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state. Raises ValueError if it is not of a trainer with these settings."""
+        load_models_state(self.policy, self._moving, state["models"])
+        self.learner.load_state_dict(state["learner"])
+        self.objective.load_state_dict(state["objective"])
+        self.rollouts.load_state_dict(state["rollouts"])
+        self.budget.load_state_dict(state["budget"])
+        self.order.set_state(state["order"])
+        self.collected, self.steps_done = state["collected"], state["steps_done"]
+
+    @property
+    def position(self) -> int:
+        """Steps that are done."""
+        return self.steps_done
+
+    @property
+    def _moving(self) -> PreTrainedModel | None:
+        return self.reference if self.objective.moving else None
 
     def _within_budget(self, metrics: dict[str, float], step: int) -> bool:
         kl_nats = metrics["policy/log_ratio_nats"]
@@ -268,7 +331,11 @@ class OnlinePreferenceTrainer:
         return logprobs_of(policy, part, self.model, self.settings.temperature)
 
 
-def chosen_falls(history: Sequence[Mapping[str, float]], window: int = 20) -> float | None:
+LOOKED_BACK = 20
+"""Updates that `chosen_falls` takes the mean of; of earlier ones it needs the first only."""
+
+
+def chosen_falls(history: Sequence[Mapping[str, float]], window: int = LOOKED_BACK) -> float | None:
     """How far the chosen answers' log-prob fell, nats, while the margin grew; None if it did not.
 
     A loss of the difference alone may lower both, and probability goes to answers that nobody

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ from rlhf.models.policy import precision, response_logits
 from rlhf.models.scalar import ScalarModel
 from rlhf.models.sequences import Sequences
 from rlhf.optimise import preflight
-from rlhf.optimise.anchor import Budget, follow
+from rlhf.optimise.anchor import Budget, follow, load_models_state, models_state
 from rlhf.optimise.forward import by_length, logprobs_of, scatter, token_stats
 from rlhf.optimise.rollouts import Rollout, Rollouts
 from rlhf.progress import Clock
@@ -43,6 +43,7 @@ ADVANTAGE_INPUTS = frozenset(
     {"rewards", "scores", "values", "final_values", "response_mask", "group_size", "state"}
 )
 LOSS_INPUTS = frozenset({"logprobs", "old_logprobs", "advantages", "response_mask"})
+_COUNTS = ("kl_coef", "collected", "checked", "warmed_up", "steps_done")
 
 
 @dataclass(frozen=True)
@@ -123,26 +124,84 @@ class RlTrainer:
         self.budget = Budget(settings.kl_budget_nats, policy)
         self.collected = 0
         self.checked = False
+        self.warmed_up = 0
+        """Steps of the critic alone that are done."""
+        self.steps_done = 0
 
     def run(self) -> Iterator[tuple[int, Experience, dict[str, float]]]:
-        """Yields (step, experience, metrics) after each step from 1; the caller saves and logs.
+        """Yields (step, experience, metrics) after each step; the caller saves and logs.
 
-        Over the KL budget it ends, with the last weights that were within it; see `budget`.
+        The first step is 1, or the one after a loaded state. Over the KL budget it ends, with the last
+        weights that were within it; see `budget`.
         """
         s = self.settings
-        for _ in range(s.value.warmup_steps if s.value else 0):
-            coef = self.kl_coef
-            self._update(self.collect(), policy=False)
-            self.kl_coef = coef  # a policy that stands still says nothing about it
-        for step in range(1, s.steps + 1):
+        for _ in self.warm_up():
+            pass
+        for step in range(self.steps_done + 1, s.steps + 1):
             experience = self.collect()
             if not self._within_budget(experience.metrics, step - 1):
                 return
-            yield step, experience, self._update(experience, policy=True)
+            metrics = self._update(experience, policy=True)
             if self.reference is not None and s.reference_decay is not None:
                 follow(self.reference, self.policy, s.reference_decay)
+            self.steps_done = step
+            yield step, experience, metrics
         if s.kl_budget_nats is not None:
             self._within_budget(self.collect().metrics, s.steps)
+
+    def warm_up(self) -> Iterator[int]:
+        """The critic learns while the policy stands still; yields each step's number. `run` does what is left of it."""
+        value = self.settings.value
+        for step in range(self.warmed_up + 1, (value.warmup_steps if value else 0) + 1):
+            coef = self.kl_coef
+            self._update(self.collect(), policy=False)
+            self.kl_coef = coef  # a policy that stands still says nothing about it
+            self.warmed_up = step
+            yield step
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that `run` needs to go on after the step it is at, to the bit. Not copied."""
+        critic = self.critic_learner
+        return {
+            "models": models_state(self.policy, self._moving),
+            "critic": None if self.critic is None else dict(self.critic.state_dict()),
+            "learner": self.learner.state_dict(),
+            "critic_learner": None if critic is None else critic.state_dict(),
+            "rollouts": self.rollouts.state_dict(),
+            "budget": self.budget.state_dict(),
+            "order": self.order.get_state(),
+            "advantage_state": self.advantage_state,
+            "advantage_state_on": self.advantage_state.device.type,
+            **{name: getattr(self, name) for name in _COUNTS},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state. Raises ValueError if it is not of a trainer with these settings."""
+        if (self.critic is None) != (state["critic"] is None):
+            raise ValueError("only one of the run and its saved state has a critic")
+        load_models_state(self.policy, self._moving, state["models"])
+        self.learner.load_state_dict(state["learner"])
+        if self.critic is not None:
+            self.critic.load_state_dict(state["critic"])
+        if self.critic_learner is not None:
+            self.critic_learner.load_state_dict(state["critic_learner"])
+        self.rollouts.load_state_dict(state["rollouts"])
+        self.budget.load_state_dict(state["budget"])
+        self.order.set_state(state["order"])
+        device = next(self.policy.parameters()).device
+        here = "cpu" if state["advantage_state_on"] == "cpu" else device
+        self.advantage_state = state["advantage_state"].to(here)
+        for name in _COUNTS:
+            setattr(self, name, state[name])
+
+    @property
+    def position(self) -> int:
+        """Steps that are done, the critic's own included."""
+        return self.warmed_up + self.steps_done
+
+    @property
+    def _moving(self) -> PreTrainedModel | None:
+        return self.reference if self.settings.reference_decay is not None else None
 
     def _within_budget(self, metrics: dict[str, float], step: int) -> bool:
         kl_nats = metrics["policy/log_ratio_nats"]

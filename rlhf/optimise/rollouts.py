@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,15 @@ class PromptStream:
             self.queue += torch.randperm(len(self.prompts), generator=self.generator).tolist()
         taken, self.queue = self.queue[:count], self.queue[count:]
         return [self.prompts[i] for i in taken]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is still to come."""
+        return {"queue": list(self.queue), "generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        self.queue = list(state["queue"])
+        self.generator.set_state(state["generator"])
 
 
 @dataclass(frozen=True)
@@ -119,6 +129,15 @@ class Rollouts:
             torch.cat([group.scores for group in kept]),
             metrics,
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which prompts come next, and the place in the sequence of seeds."""
+        return {"stream": self.stream.state_dict(), "drawn": self.drawn}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        self.stream.load_state_dict(state["stream"])
+        self.drawn = state["drawn"]
 
     def _draw(self) -> Rollout:
         s = self.settings

@@ -58,6 +58,13 @@ class Committee:
                 rule="members, each with name, mean and std",
                 mend=f"make it again: {remake(directory / SCALE_FILE)}",
             ) from error
+        if not scales:
+            raise BadInput(
+                "a committee without members",
+                where=str(directory / SCALE_FILE),
+                rule="r0 has no reward model; rounds have one",
+                mend="learn from a round's reward model",
+            )
         for name in scales:
             # Without its head a member would be read as an untrained one, and score 0.
             if not (directory / name / HEAD_FILE).is_file():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from rlhf import config
@@ -22,21 +22,31 @@ _RULE = (
 class Gold:
     """A gold program whose answers are checked before they are used."""
 
-    def __init__(self, path: str, module: types.ModuleType) -> None:
+    def __init__(self, path: str, module: types.ModuleType, batch_size: int | None = None) -> None:
         self.path = path
         self._module = module
+        self._batch_size = batch_size
 
     def score(
-        self, prompts: Sequence[str], responses: Sequence[str], ended: Sequence[bool]
+        self,
+        prompts: Sequence[str],
+        responses: Sequence[str],
+        ended: Sequence[bool],
+        *,
+        given: pd.DataFrame | None = None,
+        on_call: Callable[[pd.DataFrame], None] | None = None,
     ) -> pd.DataFrame:
         """One row per response: float64 columns, `total` among them, all finite.
 
+        The program is called once, or for `batch_size` responses at a time where that is declared.
+
         Args:
             prompts, responses: equally long texts. ended: False where a response was cut off.
+            given: scores of the first responses, from an earlier attempt; they are not asked for again.
+            on_call: called after each call with all scores so far, to save what may have cost money.
         Raises: BadInput naming the program and the row if its answer breaks the rule. What the
             program itself raises passes through as BadInput too: a score is never invented.
         """
-        import numpy as np
         import pandas as pd
 
         if not len(prompts) == len(responses) == len(ended):
@@ -44,6 +54,27 @@ class Gold:
                 "prompts, responses and ended must be equally long, "
                 f"got {len(prompts)}, {len(responses)} and {len(ended)}"
             )
+        size = self._batch_size or max(1, len(prompts))
+        table = given
+        for start in range(0 if table is None else len(table), len(prompts), size):
+            part = slice(start, start + size)
+            found = self._call(prompts[part], responses[part], ended[part], start)
+            if table is not None and list(found.columns) != list(table.columns):
+                raise self._bad(
+                    f"score returned columns {list(found.columns)} after {list(table.columns)}"
+                )
+            table = found if table is None else pd.concat([table, found], ignore_index=True)
+            if on_call is not None:
+                on_call(table)
+        return self._call([], [], [], 0) if table is None else table
+
+    def _call(
+        self, prompts: Sequence[str], responses: Sequence[str], ended: Sequence[bool], start: int
+    ) -> pd.DataFrame:
+        """The program's checked answer for responses of which `start` others come before."""
+        import numpy as np
+        import pandas as pd
+
         try:
             table = self._module.score(list(prompts), list(responses), [bool(e) for e in ended])
         except (Exception, SystemExit) as error:
@@ -64,7 +95,7 @@ class Gold:
         if len(rows):
             name, value = table.columns[columns[0]], table.to_numpy()[rows[0], columns[0]]
             raise self._bad(
-                f"score is not finite: row {rows[0]}, column `{name}` is {float(value)} "
+                f"score is not finite: row {start + rows[0]}, column `{name}` is {float(value)} "
                 f"({len(rows)} such values)"
             )
         return table
@@ -83,7 +114,7 @@ def load_gold(gold: config.Gold) -> Gold:
             rule=_RULE,
             mend="add the function, or name another module",
         )
-    return Gold(gold.path, module)
+    return Gold(gold.path, module, gold.batch_size)
 
 
 def import_module(path: str, *, where: str) -> types.ModuleType:

@@ -1,5 +1,5 @@
 """Sampling answers. Engines share one interface: prompts as ids in, `Completion`s out, in order."""
 
-from rlhf.rollout.sampler import Completion, sample
+from rlhf.rollout.sampler import Completion, Sampling, sample
 
-__all__ = ["Completion", "sample"]
+__all__ = ["Completion", "Sampling", "sample"]

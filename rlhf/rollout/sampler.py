@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,36 @@ class Completion:
     ended: bool
 
 
+class Sampling:
+    """How far a call of `sample` is, for checkpoints: what it has drawn, and its generator's state."""
+
+    def __init__(self) -> None:
+        self.completions: list[Completion] = []
+        """In the order of sampling, which is not that of the prompts."""
+        self.generator: Tensor | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        found = self.completions
+        return {
+            "ids": torch.tensor([i for c in found for i in c.ids], dtype=torch.int64),
+            "logprobs": torch.tensor([p for c in found for p in c.logprobs], dtype=torch.float32),
+            "lengths": torch.tensor([len(c.ids) for c in found], dtype=torch.int64),
+            "ended": torch.tensor([c.ended for c in found], dtype=torch.bool),
+            "generator": self.generator,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        lengths = state["lengths"].tolist()
+        rows = zip(
+            state["ids"].split(lengths),
+            state["logprobs"].split(lengths),
+            state["ended"].tolist(),
+            strict=True,
+        )
+        self.completions = [Completion(i.tolist(), p.tolist(), e) for i, p, e in rows]
+        self.generator = state["generator"]
+
+
 @torch.inference_mode()
 def sample(
     model: PreTrainedModel,
@@ -39,6 +69,7 @@ def sample(
     batch_size: int,
     dtype: str = "float32",
     on_batch: Callable[[int, int], None] | None = None,
+    state: Sampling | None = None,
 ) -> list[Completion]:
     """One answer to each prompt, by ancestral sampling at a temperature; the result keeps the order.
 
@@ -52,6 +83,8 @@ def sample(
         batch_size: answers in flight at once.
         dtype: float32, or bfloat16 to compute in it over float32 weights, as training does.
         on_batch: called after each batch with (answers done, tokens sampled in the batch).
+        state: where it is after each batch; one that was saved by a call with the same arguments is
+            continued, with the same result.
 
     Returns: one Completion per prompt, at least one token each.
     Raises: ValueError if a prompt is empty.
@@ -60,11 +93,13 @@ def sample(
         raise ValueError("an empty prompt has no token to continue from")
     device = next(model.parameters()).device
     generator = torch.Generator(device=device).manual_seed(seed)
+    state = state or Sampling()
+    if state.generator is not None:
+        generator.set_state(state.generator)
     was_training = model.training
     model.eval()
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    results: dict[int, Completion] = {}
-    for start in range(0, len(order), batch_size):
+    for start in range(len(state.completions), len(order), batch_size):
         rows = order[start : start + batch_size]
         ids, mask = pad([prompts[i] for i in rows], pad_id, side="left")
         with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
@@ -77,10 +112,12 @@ def sample(
                 eos_id=eos_id,
                 generator=generator,
             )
-        results.update(zip(rows, completions, strict=True))
+        state.completions += completions
+        state.generator = generator.get_state()
         if on_batch is not None:
-            on_batch(len(results), sum(len(c.ids) for c in completions))
+            on_batch(len(state.completions), sum(len(c.ids) for c in completions))
     model.train(was_training)
+    results = dict(zip(order, state.completions, strict=True))
     return [results[i] for i in range(len(prompts))]
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
-from rlhf.data.batching import length_sorted_batches, pad
+from rlhf.data.batching import Epochs, length_sorted_batches, pad
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -72,6 +74,28 @@ def test_a_generators_state_resumes_the_epoch() -> None:
     resumed = torch.Generator()
     resumed.set_state(state)
     assert length_sorted_batches(lengths, 4, resumed) == expected
+
+
+@pytest.mark.parametrize("size", [12, 13])
+def test_epochs_go_on_from_any_place(size: int) -> None:
+    """Batch 4 of 3, and a place between two epochs: what follows is what would have followed."""
+    lengths = [i % 5 for i in range(size)]
+
+    def epochs() -> Epochs:
+        return Epochs(lengths, 4, 3, seeded(2))
+
+    whole = list(epochs())
+    assert len(whole) == epochs().total == 3 * -(-size // 4)
+    assert [epoch for epoch, _ in whole] == sorted([0, 1, 2] * (len(whole) // 3))
+    order = seeded(2)
+    assert [rows for _, rows in whole] == [
+        rows for _ in range(3) for rows in length_sorted_batches(lengths, 4, order)
+    ]
+    for cut in range(len(whole) + 1):
+        first, second = epochs(), epochs()
+        list(itertools.islice(first, cut))
+        second.load_state_dict(first.state_dict())
+        assert list(second) == whole[cut:]
 
 
 def test_batches_are_of_similar_length_in_random_order() -> None:

@@ -48,8 +48,20 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert source is not None
     (folder / source[1]).mkdir(parents=True)
     (folder / source[1] / "world.txt").write_text("world")
-    (folder / ".gitignore").write_text("/.scratch\n/mlflow.db\n/mlartifacts\n/runs/*/*\n/data/*\n")
-    for words in (["git", "init", "-q"], [sys.executable, "-m", "dvc", "init", "-q"]):
+    orders = (
+        "/FAIL /GO /SLEEP /STUBBORN /SLOW /NOPASS /saw /ran.txt /times.txt /sleeping.pid /*.out"
+    )
+    ignored = f"/.scratch /mlflow.db /mlartifacts /runs/*/* !/runs/*/metrics /data/* {orders}"
+    (folder / ".dvcignore").write_text(".gitignore\n.scratch\n")
+    (folder / ".gitignore").write_text("\n".join(ignored.split()) + "\n")
+    for words in (
+        ["git", "init", "-q"],
+        ["git", "config", "user.name", "A Person"],
+        ["git", "config", "user.email", "person@example.org"],
+        [sys.executable, "-m", "dvc", "init", "-q"],
+        ["git", "add", "--all"],
+        ["git", "commit", "-q", "-m", "A project of stubs"],
+    ):
         subprocess.run(words, cwd=folder, check=True, capture_output=True)
     return folder
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,9 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import stub
 from conftest import child_environment
 
+from flows import deployments
 from flows.runner import Runner
+from flows.session import LoopStopped, Request, open_session
+from rlhf import config
+from rlhf.errors import BadInput
 from rlhf.lifeline import alive, ident
 
 Flows = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -95,19 +101,24 @@ def test_a_round_runs_once_a_failure_keeps_what_came_before_and_r2_goes_on(
 
     # The same again runs nothing.
     before = ran(project)
-    again = flows("run", PREFECT_HOME=prefect_home, HOME=str(project))
+    again = flows("run", "--round", "r1", PREFECT_HOME=prefect_home, HOME=str(project))
     assert again.returncode == 0, again.stderr
     assert ran(project) == before
     assert "up to date" in again.stdout
+    assert git(project, "tag") == "round/r1"
+    assert len(git(project, "log", "--format=%s").splitlines()) == 2
+    assert git(project, "status", "--porcelain") == ""
 
 
 @pytest.mark.slow
 def test_a_new_round_is_appended_and_starts_from_the_last(
     project: Path, flows: Flows, prefect_home: str
 ) -> None:
-    for name in ("r1", "r2"):
-        result = flows("run", "--round", name, PREFECT_HOME=prefect_home, HOME=str(project))
+    for words in (("--round", "r1"), ("--set", "candidates.ppo.kl.coef=0.02")):
+        result = flows("run", *words, PREFECT_HOME=prefect_home, HOME=str(project))
         assert result.returncode == 0, result.stderr
+    assert "tag round/r2" in result.stdout
+    assert config.load(project / "pipeline.yaml").candidates["r2-ppo"].kl.coef == 0.02  # type: ignore[union-attr]
     assert ran(project).count("data") == 1
     assert ran(project)[-1] == "promote@r2"
     assert "r2-ppo:" in (project / "pipeline.yaml").read_text()
@@ -142,6 +153,193 @@ def test_a_busy_checkout_is_refused_and_an_ended_flow_leaves_no_stage(
             os.killpg(flow.pid, signal.SIGKILL)
         flow.wait()
     assert ran(project) == ["data"]
+
+
+# --- which round, and what must be right before it runs ---
+
+
+def decide(project: Path, round: str = "r1", **changes: object) -> None:
+    """A round that came to its gate."""
+    path = project / f"runs/{round}/metrics/decision.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(stub.decision(f"promote@{round}") | changes))
+
+
+def git(project: Path, *words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=project, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def chosen(project: Path, **wishes: object) -> str:
+    with open_session(Request(**{"commit": "never", **wishes}), project) as session:  # type: ignore[arg-type]
+        return session.round
+
+
+def test_the_last_round_goes_on_until_it_is_decided_and_then_comes_one_more(project: Path) -> None:
+    assert chosen(project) == "r1"
+    decide(project)
+    assert chosen(project) == "r2"
+    assert chosen(project) == "r2"  # appended by an earlier tick, and not finished
+    assert list(config.load(project / "pipeline.yaml").rounds) == ["r1", "r2"]
+
+
+def test_wishes_for_a_round_that_is_there_must_be_what_it_is(project: Path) -> None:
+    """A run that is resumed passes them again; another run may not change a round's settings by them."""
+    decide(project)
+    wish = {"candidates.ppo.kl.coef": 0.02}
+    assert chosen(project, overrides=wish) == "r2"
+    text = (project / "pipeline.yaml").read_text()
+    assert chosen(project, overrides=json.dumps(wish)) == "r2"
+    with pytest.raises(BadInput, match="r2 is there already"):
+        chosen(project, overrides={"candidates.ppo.kl.coef": 0.03})
+    assert (project / "pipeline.yaml").read_text() == text
+
+
+def test_a_bad_wish_changes_nothing(project: Path) -> None:
+    decide(project)
+    text = (project / "pipeline.yaml").read_text()
+    for wish in ({"candidates.ppo.kl.cof": 1}, '{"candidates.ppo.kl.coef": "much"}', "[1]", "{"):
+        with pytest.raises(BadInput):
+            chosen(project, overrides=wish)
+    with pytest.raises(BadInput, match="commit=perhaps"):
+        chosen(project, commit="perhaps")
+    assert (project / "pipeline.yaml").read_text() == text
+    assert not (project / "ran.txt").exists()
+
+
+def test_no_round_follows_one_that_a_person_has_still_to_decide(project: Path) -> None:
+    decide(project, status="awaiting", promoted=None)
+    assert chosen(project) == "r1"
+    with pytest.raises(BadInput, match="r1"):
+        chosen(project, round="r2")
+    decide(project, status="stopped", promoted=None)
+    with pytest.raises(LoopStopped, match="stopped at r1"):
+        chosen(project)
+    with pytest.raises(LoopStopped, match="stopped at r1"):
+        chosen(project, round="r2")
+    assert chosen(project, round="r1") == "r1"  # a round by its name may run again
+    assert list(config.load(project / "pipeline.yaml").rounds) == ["r1"]
+
+
+def test_a_run_that_is_resumed_keeps_its_round(project: Path) -> None:
+    decide(project)
+    with open_session(Request(commit="never"), project, continues="r1") as session:
+        assert session.round == "r1"
+    deployments.note_run(project, "some-run", "r1")
+    assert deployments.round_of_run(project, "some-run") == "r1"
+    assert deployments.round_of_run(project, "another") is None
+    deployments.forget_run(project, "some-run")
+    assert deployments.round_of_run(project, "some-run") is None
+
+
+def test_a_dirty_tree_is_refused_unless_told(project: Path) -> None:
+    path = project / "pipeline.yaml"
+    path.write_text(path.read_text().replace("parallel: 2", "parallel: 1"))
+    with pytest.raises(BadInput, match=r"resources\.parallel"):
+        chosen(project, commit="always")
+    with open_session(Request(commit="able"), project) as session:
+        assert "resources.parallel" in str(session.not_committed)
+    with open_session(Request(allow_dirty=True), project) as session:
+        assert session.not_committed is None
+    path.write_text(path.read_text().replace("commit: true", "commit: false"))
+    with open_session(Request(), project) as session:
+        assert "lineage.commit" in str(session.not_committed)
+
+
+def test_a_stage_by_itself_reads_what_is_up_to_date(project: Path) -> None:
+    with pytest.raises(BadInput, match="use policy@r1-ppo"):
+        chosen(project, stage="policy@r1-pppo")
+    with pytest.raises(BadInput, match="data, sft would run before preferences@r1"):
+        chosen(project, stage="preferences@r1")
+    with open_session(Request(stage="data"), project) as session:
+        assert list(session.stages) == ["data"]
+        assert "no round" in str(session.not_committed)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('cron: "0 3 * * *"', 'cron: "0 25 * * *"', "schedules\\[0\\]: cron=0 25"),
+        ('cron: "0 3 * * *"', "cron: nightly", "cron=nightly"),
+        ('cron: "0 3 * * *"', "cron: 3", "cron=3"),
+        ("timezone: UTC", "timezone: Atlantis/Poseidonis", "timezone=Atlantis"),
+        ("deployments:", "deploys:", "no deployments"),
+    ],
+)
+def test_a_schedule_that_is_none_is_refused_before_it_is_deployed(
+    project: Path, old: str, new: str, words: str
+) -> None:
+    deployments.check_declared(project)
+    path = project / "prefect.yaml"
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(BadInput, match=words):
+        deployments.check_declared(project)
+
+
+def test_only_runs_whose_process_is_gone_are_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = subprocess.Popen(["sleep", "60"])
+    was = ident(gone.pid)
+    notes = {
+        "alive": {"process": ident(os.getpid())},
+        "dead": {"process": was},
+        "elsewhere": {"process": was, "host": "another"},
+    }
+    folder = tmp_path / deployments.RUNS
+    folder.mkdir(parents=True)
+    for run, note in notes.items():
+        (folder / f"{run}.json").write_text(json.dumps(note))
+    (folder / "broken.json").write_text("{")
+    states = dict.fromkeys([*notes, "broken", "without"], "RUNNING") | {"taken": "PENDING"}
+    ended: list[str] = []
+
+    def ask(url: str, path: str, body: object = None, method: str = "POST") -> object:
+        if path.endswith("/set_state"):
+            ended.append(path.split("/")[2])
+            return None
+        return [{"id": run, "name": run, "state_type": state} for run, state in states.items()]
+
+    monkeypatch.setattr(deployments, "ask", ask)
+    gone.kill()
+    gone.wait()
+    deployments.end_lost_runs("url", tmp_path)
+    assert ended == [
+        "dead"
+    ]  # nobody knows of a worker here before this one: "taken" may be another's
+    worker = tmp_path / deployments.WORKER
+    worker.write_text(json.dumps({"process": was}))
+    ended.clear()
+    deployments.end_lost_runs("url", tmp_path)
+    assert ended == ["dead", "taken"]
+    deployments.note_worker(tmp_path, os.getpid())
+    ended.clear()
+    deployments.end_lost_runs("url", tmp_path)
+    assert ended == ["dead"]
+
+
+def test_a_person_is_waited_for_with_a_code_of_its_own(project: Path, flows: Flows) -> None:
+    """Nothing to run, so that no server is needed: the round is awaiting, and stays uncommitted."""
+    path = project / "pipeline.yaml"
+    path.write_text(path.read_text().replace("on_fail: keep", "on_fail: ask"))
+    git(project, "commit", "-qam", "Ask")
+    (project / "NOPASS").touch()
+    subprocess.run(
+        [sys.executable, "-m", "dvc", "repro", "-q"],
+        cwd=project,
+        env=child_environment(),
+        check=True,
+        capture_output=True,
+    )
+    result = flows("run", PREFECT_HOME=str(project), HOME=str(project))
+    assert result.returncode == 3, result.stderr
+    assert "python -m flows decide r1 promote --candidate" in result.stdout
+    assert git(project, "tag") == ""
+    decided = flows("decide", "r1", "keep", "--because", "both drift", HOME=str(project))
+    assert decided.returncode == 0, decided.stderr
+    assert git(project, "tag") == "round/r1"
+    assert "r1 is not committed" not in flows("run", "--round", "r1", HOME=str(project)).stdout
 
 
 def _wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 from rlhf.algos.logprobs import token_logprobs
 from rlhf.models.policy import response_logits
 from rlhf.models.sequences import Sequences
-from rlhf.rollout import Completion, sample, sampler
+from rlhf.rollout import Completion, Sampling, sample, sampler
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [4, 4], [8], [17], [3, 5, 1, 6], [12, 13]]
 
@@ -71,6 +72,33 @@ def test_same_seed_same_answers_other_seed_others() -> None:
     model = tiny.llama()
     assert draw(model) == draw(model)
     assert draw(model) != draw(model, seed=1)
+
+
+class Stopped(Exception): ...
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 3])
+def test_a_sampling_that_was_saved_and_continued_is_the_same_to_the_bit(
+    after: int, tmp_path: Path
+) -> None:
+    """Eight prompts, three at a time: stopped after no batch, or after one, two or all of them."""
+    model, state, seen = tiny.llama(), Sampling(), list[int]()
+
+    def stop(done: int, tokens: int) -> None:
+        if done == min(3 * after, 8):
+            torch.save(state.state_dict(), tmp_path / "state.pt")
+            raise Stopped
+
+    if after:
+        with pytest.raises(Stopped):
+            draw(model, batch_size=3, state=state, on_batch=stop)
+    else:
+        torch.save(state.state_dict(), tmp_path / "state.pt")
+    again = Sampling()
+    again.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    found = draw(model, batch_size=3, state=again, on_batch=lambda done, _: seen.append(done))
+    assert found == draw(model, batch_size=3)
+    assert seen == [3, 6, 8][after:]
 
 
 def test_equal_prompts_get_answers_of_their_own() -> None:

@@ -15,6 +15,7 @@ from ruamel.yaml import YAML
 
 from benchmarks import workspace
 from rlhf import config, contracts
+from rlhf.champion import policy_digest
 
 CANDIDATES = ("r1-ppo", "r1-grpo", "r1-dpo")
 
@@ -130,7 +131,20 @@ def test_decision_follows_from_the_evaluations(finished_round: Path) -> None:
     assert decision["promoted"] == max(ranks, key=lambda name: ranks[name])
     best = next(c for c in decision["candidates"] if c["candidate"] == decision["promoted"])
     source = finished_round / "runs/r1/policies" / best["candidate"] / best["checkpoint"]
-    assert hashes(finished_round / "runs/r1/promoted") == hashes(source)
+    promoted = hashes(finished_round / "runs/r1/promoted")
+    del promoted["lineage.json"]
+    assert promoted == hashes(source)
+
+
+def test_the_promoted_policy_says_what_it_was_made_from(finished_round: Path) -> None:
+    found = read(finished_round, "r1/promoted/lineage.json")
+    decision = read(finished_round, "r1/metrics/decision.json")
+    assert found["candidate"] == decision["promoted"]
+    assert found["weights"] == policy_digest(finished_round / "runs/r1/promoted")
+    start = read(finished_round, "r0/metrics/sft.json")["weights_sha256"]
+    assert found["parent"] == {"round": "r0", "candidate": None, "weights": start}
+    pipeline = config.load(finished_round / "pipeline.yaml")
+    assert found["config"]["candidate"] == config.digest(pipeline.candidates[found["candidate"]])
 
 
 def test_mlflow_holds_a_flat_run_per_stage(finished_round: Path) -> None:
@@ -186,13 +200,19 @@ def test_a_changed_learning_rate_touches_one_candidate(finished_round: Path) -> 
     assert list(status) == ["policy@r1-dpo"]
 
 
-@pytest.mark.parametrize("stage", ["policy@r1-dpo", "evaluate@r1-dpo"])
-def test_the_same_inputs_give_the_same_hash(finished_round: Path, stage: str) -> None:
-    kind = {"policy": "policies", "evaluate": "evaluations"}[stage.split("@")[0]]
-    out = finished_round / "runs/r1" / kind / "r1-dpo"
-    before = hashes(out)
+@pytest.mark.parametrize(
+    ("stage", "out"),
+    [
+        ("policy@r1-dpo", "policies/r1-dpo"),
+        ("evaluate@r1-dpo", "evaluations/r1-dpo"),
+        ("promote@r1", "promoted"),
+    ],
+)
+def test_the_same_inputs_give_the_same_hash(finished_round: Path, stage: str, out: str) -> None:
+    place = finished_round / "runs/r1" / out
+    before = hashes(place)
     workspace.run(finished_round, "dvc", "repro", "--quiet", "--single-item", "--force", stage)
-    assert hashes(out) == before
+    assert hashes(place) == before
 
 
 def test_pipeline_of_the_repository_is_valid() -> None:

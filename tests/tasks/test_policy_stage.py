@@ -6,22 +6,25 @@ import types
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import tiny
 import torch
 
-from rlhf import artifacts, config
+from rlhf import artifacts, config, contracts
 from rlhf.errors import StageFailed
-from rlhf.models.policy import load_policy
+from rlhf.models.policy import load_policy, save_policy
 from rlhf.models.sequences import Sequences
 from rlhf.optimise.forward import divergence
 from rlhf.optimise.preference import OnlinePreferenceTrainer
 from rlhf.optimise.rl import RlTrainer
 from rlhf.progress import Clock
+from rlhf.resume import Scratch
 from rlhf.rollout import sample
 from tasks import policy as stage
 
 MODEL = tiny.model_settings(max_response_tokens=6)
+KL = {"where": "loss", "estimator": "k3", "coef": 0.1}
 
 
 class Tracked:
@@ -33,14 +36,20 @@ class Tracked:
     def metrics(self, metrics: dict[str, float], step: int) -> None:
         self.logged.append((step, metrics))
 
+    def dataset(self, *_: Any) -> None: ...
+
 
 def new_job(folder: Path) -> Any:
+    settings = config.Checkpoints(every_steps=99, every_minutes=99, keep=1, max_gigabytes=1)
+    scratch = Scratch(folder / ".scratch", "policy@r1-x", settings)
     return types.SimpleNamespace(
         name="r1-x",
         policy=tiny.llama(),
         start=tiny.llama(),
         tracked=Tracked(),
-        checkpoints=stage.Checkpoints(folder, tiny.tokenizer()),
+        scratch=scratch,
+        clock=Clock("test"),
+        checkpoints=stage.Checkpoints(scratch.files, tiny.tokenizer()),
         reference_digest="abc",
     )
 
@@ -51,7 +60,7 @@ KINDS = {"rl": tiny.rl_candidate, "own pairs": tiny.online_candidate}
 def follow(kind: str, folder: Path, **changes: Any) -> tuple[Any, dict[str, Any]]:
     """A job after a run of its trainer, and what it says of it."""
     job = new_job(folder)
-    candidate = KINDS[kind](**changes)
+    job.candidate = candidate = KINDS[kind](**changes)
     given: dict[str, Any] = {
         "policy": job.policy, "start": job.start, "score": tiny.share_of_w7, "codec": tiny.codec(),
         "prompts": tiny.PROMPTS, "seed": 0, "clock": Clock("test"),
@@ -62,14 +71,17 @@ def follow(kind: str, folder: Path, **changes: Any) -> tuple[Any, dict[str, Any]
         trainer = RlTrainer(candidate, MODEL, critic=None, **given)
     else:
         trainer = OnlinePreferenceTrainer(candidate, MODEL, **given)
-    return job, stage._follow(job, candidate, trainer)
+    try:
+        return job, stage._follow(job, candidate, trainer)
+    finally:
+        job.scratch.release()
 
 
-def saved(job: Any) -> list[int]:
-    """Steps on the list; each has its directory, and nothing else has one."""
-    job.checkpoints.finish()
-    listed = artifacts.read_json(job.checkpoints.directory / "checkpoints.json")
-    names = {path.name for path in job.checkpoints.directory.iterdir() if path.is_dir()}
+def saved(job: Any, out: Path) -> list[int]:
+    """Steps on the list in the output; each has its directory there, and nothing else has one."""
+    job.checkpoints.put_into(out)
+    listed = artifacts.read_json(out / "checkpoints.json")
+    names = {path.name for path in out.iterdir() if path.is_dir() and path.name != ".scratch"}
     assert names == {c["checkpoint"] for c in listed}
     assert [c["checkpoint"] for c in listed] == [f"step-{c['step']:05d}" for c in listed]
     return [c["step"] for c in listed]
@@ -78,7 +90,7 @@ def saved(job: Any) -> list[int]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpoints_come_as_declared_and_with_the_last_step(kind: str, tmp_path: Path) -> None:
     job, summary = follow(kind, tmp_path, steps=5, checkpoint_every=2)
-    assert saved(job) == [2, 4, 5]
+    assert saved(job, tmp_path) == [2, 4, 5]
     assert [step for step, _ in job.tracked.logged] == [1, 2, 3, 4, 5]
     assert summary["stopped_by_kl_budget_after"] is None
     assert summary["reference_sha256"] == "abc"
@@ -112,11 +124,11 @@ def test_over_the_budget_only_what_is_within_it_stays(
     job, summary = follow(
         kind, tmp_path / "bounded", steps=5, checkpoint_every=every, kl_budget_nats=limit
     )
-    assert saved(job) == kept
+    assert saved(job, tmp_path / "bounded") == kept
     assert summary["stopped_by_kl_budget_after"] == 2
     assert job.checkpoints.saved[-1]["updates"] == 2
     found = load_policy(tmp_path / "bounded/step-00002", tiny.CPU)
-    twin = load_policy(tmp_path / "free/step-00002", tiny.CPU)
+    twin = load_policy(free.checkpoints.directory / "step-00002", tiny.CPU)
     assert tiny.same_weights(found, tiny.weights_of(twin))
     assert exact_kl(found, job.start) < limit
 
@@ -128,12 +140,13 @@ def test_a_budget_that_the_last_step_breaks_takes_that_step_back(kind: str, tmp_
     job, summary = follow(
         kind, tmp_path / "bounded", steps=3, checkpoint_every=3, kl_budget_nats=(kl[2] + kl[3]) / 2
     )
-    assert saved(job) == [2]
+    assert saved(job, tmp_path / "bounded") == [2]
     assert summary["stopped_by_kl_budget_after"] == 2
 
 
 def test_averaged_weights_are_what_is_saved(tmp_path: Path) -> None:
     job, _ = follow("rl", tmp_path, steps=2, checkpoint_every=1, ema_decay=0.5)
+    saved(job, tmp_path)
     first, second = (load_policy(tmp_path / f"step-0000{i}", tiny.CPU) for i in (1, 2))
     start = tiny.llama().state_dict()
     last = tiny.weights_of(job.policy)
@@ -151,7 +164,7 @@ def test_a_cut_forgets_what_came_after(tmp_path: Path) -> None:
     for step in (2, 4, 6):
         job.checkpoints.save(job.policy, step, 3 * step)
     job.checkpoints.cut(4)
-    assert saved(job) == [2, 4]
+    assert saved(job, tmp_path) == [2, 4]
     assert [job.checkpoints.has(step) for step in (2, 4, 6)] == [True, True, False]
 
 
@@ -168,22 +181,49 @@ def test_pairs_over_the_budget(tmp_path: Path) -> None:
     assert stage._over_budget(job, bounded, 2.5) == 8
 
 
-def test_each_reference_is_the_policy_its_name_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("init", ["previous", "initial"])
+def test_each_policy_is_the_one_its_name_says(
+    init: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rlhf.models.policy import save_policy
-
+    """Where candidates start, and what each reference is, in a round whose incoming policy is not r0's."""
     monkeypatch.chdir(tmp_path)
-    save_policy(tiny.llama(5), tiny.tokenizer(), tmp_path / "runs/r0/promoted")
-    job = types.SimpleNamespace(start=tiny.llama(), device=tiny.CPU)
-    found = {name: build(job) for name, build in stage.REFERENCES.items()}  # type: ignore[arg-type]
-    assert found["none"] is None
-    assert found["previous"] is job.start
-    assert found["initial"] is not None
-    assert tiny.same_weights(found["initial"], tiny.weights_of(tiny.llama(5)))
-    assert found["ema"] is not None
-    assert found["ema"] is not job.start
-    assert tiny.same_weights(found["ema"], tiny.weights_of(job.start))
+    for seed, name in ((5, "r0"), (6, "r1")):
+        save_policy(tiny.llama(seed), tiny.tokenizer(), tmp_path / f"runs/{name}/promoted")
+    contracts.write(
+        pd.DataFrame(
+            {"prompt_id": [contracts.prompt_id("w5")], "prompt": "w5", "messages": None, "split": "rl"}
+        ),
+        tmp_path / "data/tables/prompts.parquet",
+        contracts.PROMPTS,
+    )  # fmt: skip
+    r0, r1 = (tiny.weights_of(tiny.llama(seed)) for seed in (5, 6))
+    start, expected = (r1, {"previous": r1}) if init == "previous" else (r0, {"previous": r1})
+    expected |= {"initial": r0, "ema": start}
+    found = {}
+    for reference in stage.REFERENCES:
+        changes: dict[str, Any] = {"from": "r1", "round": "r2", "reference": reference}
+        if reference != "none":
+            changes["kl"] = KL
+        if reference == "ema":
+            changes["reference_decay"] = 0.5
+        candidate = tiny.rl_candidate(**changes)
+        pipeline: Any = types.SimpleNamespace(
+            candidates={"r2-x": candidate},
+            rounds={"r2": types.SimpleNamespace(init=init)},
+            model=MODEL,
+            seed_for=lambda *_: 0,
+        )
+        scratch = Scratch(tmp_path / "scratch", "x", new_job(tmp_path).scratch.settings)
+        job = stage.Job(pipeline, "r2-x", Clock("x"), Tracked(), scratch)  # type: ignore[arg-type]
+        assert tiny.same_weights(job.policy, start)
+        assert tiny.same_weights(job.start, start)
+        found[reference] = job.reference
+        # One forward pass less where the reference is the start.
+        assert (job.reference is job.start) == (reference == init)
+    assert found.pop("none") is None
+    assert set(found) == set(expected)
+    for reference, policy in found.items():
+        assert tiny.same_weights(policy, expected[reference])
 
 
 def test_a_run_that_fails_leaves_its_last_good_weights(
@@ -196,9 +236,9 @@ def test_a_run_that_fails_leaves_its_last_good_weights(
         for parameter in job.policy.parameters():
             parameter.add_(0.01)
     with pytest.raises(StageFailed, match=r"broken\n  the last good weights are in .*policy@r1-x"):
-        with stage._kept_on_failure(job, tiny.tokenizer()):
+        with stage._kept_on_failure(job):
             raise StageFailed("broken")
     kept = load_policy(Path(".scratch/failed/policy@r1-x"), tiny.CPU)
     assert tiny.same_weights(kept, tiny.weights_of(job.policy))
-    with stage._kept_on_failure(job, tiny.tokenizer()):
+    with stage._kept_on_failure(job):
         pass

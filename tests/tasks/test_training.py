@@ -52,7 +52,10 @@ class Tracked:
 
     def dataset(self, *_: Any) -> None: ...
 
-    figure = table = dataset
+    figure = table = resume = dataset
+
+    def position(self) -> int:
+        return 0
 
 
 def answer(good: int, kind: int) -> str:
@@ -130,6 +133,7 @@ def write_project(folder: Path) -> None:
     contracts.write(table, folder / "runs/r1/preferences/pairs.parquet", contracts.PAIRS)
     save_policy(tiny.llama(initializer_range=0.1), tiny.tokenizer(), folder / "base")
     save_policy(tiny.llama(initializer_range=0.1), tiny.tokenizer(), folder / "runs/r0/promoted")
+    artifacts.write_json(folder / "runs/r0/metrics/sft.json", {})
 
 
 def pipeline(
