@@ -15,7 +15,7 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ def commit_round(folder: str | Path, round: str, message: str) -> str | None:
         StageFailed: git refused. The round stays done; the next run commits it.
     """
     git = Git(folder)
-    if not outputs(read_lock(git.folder), round):
+    if not outputs(_stages(_part(_read(git.folder / LOCK) or "", _names(round))), round):
         raise BadInput(
             f"{round} has no result",
             where=str(git.folder / LOCK),
@@ -366,7 +366,9 @@ def _dirty(git: Git) -> BadInput | None:
 
 def _dirty_lock(git: Git, pipeline: Mapping[str, Any]) -> BadInput | None:
     """Of dvc.lock, entries that are new, or were made with the settings as they are, are the round's own."""
-    before, now = lock_at(git, "HEAD"), read_lock(git.folder)
+    texts = [git.show("HEAD", LOCK) or "", _read(git.folder / LOCK) or ""]
+    same = set.intersection(*({*_blocks(text)[1]} for text in texts))
+    before, now = (_stages(_part(text, lambda block: block not in same)) for text in texts)
     names = {*(pipeline.get("rounds") or {}), *(pipeline.get("candidates") or {})}
     gone = [
         stage
@@ -482,7 +484,7 @@ def _tag(git: Git, round: str, message: str, what: str) -> None:
     name = tag(round)
     old = git.commit_of(f"refs/tags/{name}")
     if old is not None:
-        if outputs(lock_at(git, old), round) == outputs(lock_at(git, "HEAD"), round):
+        if _outputs_at(git, old, round) == _outputs_at(git, "HEAD", round):
             return
         _keep(git, name, old, what)
     _locked(git, what, "tag", "--annotate", "--force", f"--message={message}", name, "HEAD")
@@ -552,6 +554,27 @@ def outputs(stages: Mapping[str, Any], round: str) -> dict[str, dict[str, str]]:
         if any(path.startswith(f"runs/{round}/") for path in paths):
             found[name] = paths
     return found
+
+
+def _outputs_at(git: Git, revision: str, round: str) -> dict[str, dict[str, str]]:
+    return outputs(_stages(_part(git.show(revision, LOCK) or "", _names(round))), round)
+
+
+def _names(round: str) -> Callable[[str], bool]:
+    """Whether a stage's block in dvc.lock has to do with a round."""
+    return lambda block: f"runs/{round}/" in block
+
+
+def _part(text: str, wanted: Callable[[str], bool]) -> dict[str, Any] | None:
+    """Some of the stages of a dvc.lock: reading all of two hundred rounds takes seconds."""
+    head, blocks = _blocks(text)
+    return _mapping(head + "".join(block for block in blocks if wanted(block)))
+
+
+def _blocks(text: str) -> tuple[str, list[str]]:
+    """The text of a dvc.lock, as DVC writes it, cut before every stage."""
+    head, *blocks = re.split(r"^(?=  [^\s#])", text, flags=re.M)
+    return (head, blocks) if head.rstrip().endswith("stages:") else (text, [])
 
 
 def _stages(lock: Any) -> dict[str, Any]:

@@ -38,7 +38,7 @@ RESULTS = "results.json"
 LIMIT = 16
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
 _LONGEST = 48
-_COLUMNS = ("gold_mean", "proxy_mean", "kl_nats", "win_rate", "length_ratio")
+_COLUMNS = {"gold_mean": "gold", "proxy_mean": "proxy", "kl_nats": "kl", "win_rate": "win rate"}
 _MANAGED = (".scratch", ".git", ".dvc", "pipeline.yaml", "dvc.yaml", "dvc.lock")
 
 
@@ -558,20 +558,23 @@ def table(rows: list[dict[str, Any]], pipeline: Pipeline) -> RenderableType:
     """The results for people."""
     from rich.table import Table
 
-    metric = pipeline.gate.metric
-    shown = Table(box=None, pad_edge=False)
-    shown.add_column("candidate", overflow="fold")
-    for header in (f"{metric} (choose)", *_COLUMNS):
+    shown = Table(box=None, pad_edge=False, collapse_padding=True)
+    shown.add_column("candidate", no_wrap=True)
+    for header in (f"{pipeline.gate.metric}*", *_COLUMNS.values()):
         shown.add_column(header, justify="right", no_wrap=True)
     shown.add_column("verdict", overflow="fold")
     for row in rows:
         verdict = "passes" if not row["failed_rules"] else ", ".join(row["failed_rules"])
         if row["state"] == "missing":
-            verdict = "not run" if not row["changes"] else "failed"
-        name = row["candidate"] + (" (the round's own)" if not row["changes"] else "")
+            verdict = "failed" if row["changes"] else "not run"
+        elif not row["changes"]:
+            verdict = f"the round's own; {verdict}"
         numbers = [row["rank_score"], *(row[column] for column in _COLUMNS)]
-        style = "bold" if not row["changes"] else None
-        shown.add_row(
-            name, *("" if n is None else f"{n:.3f}" for n in numbers), verdict, style=style
-        )
+        cells = ["" if n is None else f"{n:.3f}" for n in numbers]
+        style = None if row["changes"] else "bold"
+        shown.add_row(row["candidate"], *cells, verdict, style=style)
+    shown.caption = (
+        "* on choose prompts, by which the gate ranks; the other numbers are on report prompts"
+    )
+    shown.caption_justify = "left"
     return shown

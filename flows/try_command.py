@@ -59,7 +59,10 @@ def _show(
         print(json.dumps({"try": grid.name, "round": grid.round, "rows": rows, "links": links}))
         return
     console.print(tries.table(rows, pipeline))
-    best = next((row for row in rows if row["changes"] and row["rank_score"] is not None), None)
+    judged = [row for row in rows if row["changes"] and row["rank_score"] is not None]
+    best = next((row for row in judged if not row["failed_rules"]), None) or next(
+        iter(judged), None
+    )
     if best is not None:
         console.print("to use the best of these in the next round:", style="bold")
         print(f"  python -m flows round add --from-template {grid.round} {best['words']}")

@@ -32,13 +32,13 @@ def run(pipeline: config.Pipeline, name: str) -> None:
     source = common.need(common.RUNS / declared.sample_from / "promoted")
     codec = TextCodec(load_tokenizer(pipeline.model, source), pipeline.model)
     book = PromptBook(common.need(common.TABLES / "prompts.parquet"), codec)
-    # Before sampling, which may take hours: tables and programs can be wrong.
-    carried, unused = _earlier(pipeline, name, book)
     policy = load_policy(source, device)
+    # Before sampling, which may take hours: programs and tables can be wrong.
     gold = load_gold(pipeline.gold) if pipeline.gold is not None else None
     labeler = labelers.build(
         settings.labeler, pipeline.gold, pipeline.seed_for(name, "preferences", "labels")
     )
+    carried, unused = _earlier(pipeline, name, book)
 
     with (
         _scratch(pipeline, name) as scratch,
@@ -322,7 +322,7 @@ def _earlier(
     table = contracts.read(common.need(folder / "pairs.parquet"), contracts.PAIRS)
     if (folder / common.EARLIER).exists():  # rounds made before there was a choice have none
         left = contracts.read(folder / common.EARLIER, contracts.PAIRS)
-        table = contracts.check(pd.concat([table, left]), contracts.PAIRS, folder)
+        table = pd.concat([table, left]).reset_index(drop=True)
     _refuse_evaluation_prompts(table, book, folder)
     chain = _chain(pipeline, name)
     order = table["round"].map(lambda of: chain.index(of) if of in chain else -1)

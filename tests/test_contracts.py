@@ -161,6 +161,10 @@ def test_every_failure_counts_and_ten_are_listed() -> None:
         ({"gold/length": "x"}, "a number"),
         ({"silver/length": 1.0}, "not a column"),
         ({"entropy_nats": -0.1}, "at least 0"),
+        ({"alarms": -1.0}, "at least 0"),
+        ({"win_rate_initial": 1.5, "win_rate_initial_upper": 1.5}, "between 0 and 1"),
+        ({"win_rate_initial": 0.4}, "win_rate_initial_lower <="),
+        ({"win_rate_upper": 0.4}, "win_rate_lower <="),
     ],
 )
 def test_broken_evaluations(changes: dict[str, Any], rule: str) -> None:

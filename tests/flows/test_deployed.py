@@ -361,6 +361,8 @@ def test_without_a_new_worker_the_automation_ends_a_lost_run(place: Deployed) ->
     state = place.end_of(run, 2 * 3 * deployments.HEARTBEAT_SECONDS)
     assert state["type"] == "CRASHED"
     assert "no heartbeat" in state["message"]
+    place.start_worker()
+    assert place.end_of(place.run())["type"] == "COMPLETED"
 
 
 def heartbeats(place: Deployed, run: str) -> int:

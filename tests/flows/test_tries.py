@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from conftest import child_environment
 
-from flows import tries
+from flows import tries, try_command
 from flows.plan import make_plan
-from rlhf import config
+from rlhf import config, tracking
 from rlhf.errors import BadInput
 
 STUB = """
@@ -245,3 +245,57 @@ def test_names_are_the_same_each_time_and_apart_for_apart_values(ran_template: P
     ]
     again = grid(ran_template, "candidates.r1-ppo.learning_rate=1.0e-4")
     assert again.points[0].name == names[1]
+
+
+def test_runs_of_a_try_stay_out_of_the_rounds_charts(
+    ran_template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run() -> tracking.Run:
+        return tracking.stage_run(
+            config.load(ran_template / "pipeline.yaml"),
+            stage="policy",
+            key="policy@r1-ppo",
+            round="r1",
+            kind="policy",
+            name="r1/ppo",
+            algorithm="ppo",
+            params={},
+            folder=tmp_path,
+        )
+
+    own = run()
+    monkeypatch.setenv(tracking.TRY_VARIABLE, "less-kl")
+    tried = run()
+    tags = tried._start["tags"]
+    assert (tags["rlhf.try"], tags["rlhf.kind"]) == ("less-kl", "try-policy")
+    assert tried.fingerprint != own.fingerprint
+    assert "rlhf.try" not in own._start["tags"]
+
+
+def test_experiments_in_dvcs_copies_share_the_projects_mlflow(tmp_path: Path) -> None:
+    copy = tmp_path / "project/.dvc/tmp/exps/tmpab12"
+    own = tracking.tracking_uri(None, tmp_path / "project")
+    assert tracking.tracking_uri(None, copy) == own
+    assert tracking.tracking_uri(None, tmp_path / "project/deeper") != own
+
+
+def test_people_are_shown_the_best_that_passes(
+    ran: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The best of the gate's metric breaks a rule here, so the words are those of the second."""
+    import pandas as pd
+    from rich.console import Console
+
+    found = grid(ran, f"{COEF}=0.05,0.3")
+    for point, gold, kl in zip(found.points, (0.9, 0.8), (50.0, 3.0), strict=True):
+        place = ran / f".scratch/tries/r1-ppo/runs/r1/evaluations/{point.name}"
+        place.mkdir(parents=True)
+        numbers = {"gold_mean": gold, "kl_nats": kl, "win_rate_lower": 0.6, "alarms": 0.0}
+        rows = [{"split": s, "selected": True, **numbers} for s in ("choose", "report")]
+        pd.DataFrame(rows).to_parquet(place / "evaluations.parquet")
+    pipeline = config.load("pipeline.yaml")
+    try_command._show(found, pipeline, ran, Console(width=100, highlight=False), as_json=False)
+    shown = capsys.readouterr().out
+    assert shown.index("_coef_0_05 ") < shown.index("_coef_0_3 ")
+    assert "kl_nats 50 > 12" in shown
+    assert "round add --from-template r1 --set 'candidates.ppo.kl.coef=0.3'" in shown

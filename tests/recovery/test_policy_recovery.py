@@ -92,7 +92,13 @@ def straight(
     return of
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.recovery] if case.startswith("pairs") else [])
+        for case in CASES
+    ],
+)
 def test_killed_at_random_points(case: str, project: Project) -> None:
     name = changed(project, case)
     attempts = survives_kills(project, "policy", "--candidate", name, outputs=outputs(name))

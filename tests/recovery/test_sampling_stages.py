@@ -185,6 +185,23 @@ def test_what_a_program_has_said_is_not_asked_again(there: Project, batch_size: 
     assert twice <= (before if batch_size is None else batch_size)
 
 
+def test_what_gold_has_said_of_a_candidate_is_not_asked_again(there: Project) -> None:
+    outputs = STAGES["evaluate"][1]
+    programs(there, 20)
+    command = ("evaluate", "--candidate", "r1-dpo")
+    there.done(*command)
+    expected, questions = there.digest(*outputs), Counter(asked(there, "gold"))
+    (there.folder / "asked.txt").unlink()
+    there.remove(*outputs)
+    for at in (400, 500):
+        assert there.run(*command, strike=Strike(at, inside="score")).code == -9
+    there.done(*command)
+    assert there.digest(*outputs) == expected
+    again = Counter(asked(there, "gold"))
+    assert set(again) == set(questions)
+    assert sum(again.values()) - sum(questions.values()) <= 2 * 20
+
+
 def test_data_is_short_and_runs_again_from_the_start(there: Project) -> None:
     outputs = ["data/source", "data/tables", "runs/r0/preferences", "runs/r0/reward_model"]
     calls = there.done("data", strike=Strike(NEVER, inside="run")).calls

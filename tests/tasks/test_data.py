@@ -112,6 +112,8 @@ def test_the_world_becomes_tables_with_the_same_bytes_each_time(project: Path) -
     assert len(imported_pairs()) == 0
     samples = contracts.read("runs/r0/preferences/samples.parquet", contracts.SAMPLES)
     assert len(samples) == 0
+    assert len(contracts.read("runs/r0/preferences/earlier.parquet", contracts.PAIRS)) == 0
+    assert artifacts.read_json("runs/r0/reward_model/scale.json") == {"members": []}
 
     other = pipeline(data={"source": ".", "world_options": options})
     stage.run(other.model_copy(update={"seed": 1}))
