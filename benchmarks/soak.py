@@ -47,12 +47,22 @@ def project(folder: Path) -> Path:
     workspace.run(folder, "git", "init", "--quiet", "--initial-branch", "main")
     for name, value in {"name": "Soak", "email": "soak@localhost"}.items():
         workspace.run(folder, "git", "config", f"user.{name}", value)
-    workspace.create(folder, workspace.minimal)
+    workspace.create(folder, two_candidates)
     for name in (".gitignore", ".dvcignore"):
         (folder / name).write_text((workspace.ROOT / name).read_text(encoding="utf-8"))
     workspace.run(folder, "git", "add", "--all")
     workspace.run(folder, "git", "commit", "--quiet", "--message", "A project on the minimal world")
     return folder
+
+
+def two_candidates(pipeline: dict[str, Any]) -> None:
+    """The minimal world, without grpo (for recovery it is as ppo) and with more steps to be killed in."""
+    workspace.minimal(pipeline)
+    candidates = pipeline["candidates"]
+    del candidates["r1-grpo"]
+    candidates["r1-ppo"] |= {"steps": 18, "checkpoint_every": 6}
+    candidates["r1-dpo"] |= {"epochs": 6}
+    pipeline["resources"]["checkpoints"] |= {"every_steps": 2}
 
 
 def done(folder: Path, name: str) -> bool:

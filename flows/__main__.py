@@ -76,9 +76,8 @@ def plan(
 ) -> None:
     """Show which stages would run now, in which order, why, for how long and at what cost."""
     from flows import plan_view
-    from rlhf import config
 
-    found = plan_view.look(round, config.load("pipeline.yaml"))
+    found = plan_view.look(round)
     if as_json:
         print(json.dumps(found.as_dict(), indent=2))
         return

@@ -334,6 +334,8 @@ class Memory:
     def pipeline(self) -> dict[str, Any]:
         """The content of pipeline.yaml."""
         path = self._folder / definitions.PIPELINE
+        if not path.is_file():
+            return config.read_yaml(path)  # raises, in its own words
         memory, digest = self._load("pipeline"), _digest(path.read_bytes())
         if memory.get("digest") != digest:
             content = config.read_yaml(path)

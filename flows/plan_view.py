@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 from flows import estimate
 from flows.estimate import Estimate
 from flows.plan import Memory, Stage, make_plan
+from rlhf import config
 from rlhf.errors import BadInput
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-    from rlhf.config import Pipeline
 
 _MARKS = {"run": "[bold yellow]run[/]", "may run": "[yellow]may run[/]", "keep": "[green]keep[/]"}
 _NUM_REASONS = 6
@@ -110,17 +109,20 @@ class View:
             )
 
 
-def look(round: str | None, pipeline: Pipeline, folder: str | Path = ".") -> View:
-    """Plan and estimate.
+def look(round: str | None, folder: str | Path = ".") -> View:
+    """Check pipeline.yaml, plan and estimate.
 
     Args:
         round: like `r3`, with all that it depends on; None for everything.
-        pipeline: the checked configuration.
         folder: the project's folder.
 
     Raises:
         BadInput: no such round, or a folder or file that cannot be planned from.
     """
+    folder = Path(folder).resolve()
+    memory = Memory(folder)
+    raw = memory.pipeline()
+    pipeline = config.parse(raw)
     if round is not None and round not in pipeline.rounds:
         names = list(pipeline.rounds)
         shown = ", ".join(names if len(names) <= 12 else ["...", *names[-12:]])
@@ -130,10 +132,7 @@ def look(round: str | None, pipeline: Pipeline, folder: str | Path = ".") -> Vie
             rule="a round is declared under rounds:",
             mend=f"use one of {shown}, or add it: python -m flows round add {round}",
         )
-    folder = Path(folder).resolve()
     stages = make_plan(f"promote@{round}" if round else None, folder)
-    memory = Memory(folder)
-    raw = memory.pipeline()
     resources = pipeline.resources
     found = estimate.estimate(
         stages,

@@ -322,7 +322,7 @@ def _earlier(
     table = contracts.read(common.need(folder / "pairs.parquet"), contracts.PAIRS)
     if (folder / common.EARLIER).exists():  # rounds made before there was a choice have none
         left = contracts.read(folder / common.EARLIER, contracts.PAIRS)
-        table = pd.concat([table, left]).reset_index(drop=True)
+        table = contracts.check(pd.concat([table, left]), contracts.PAIRS, folder)
     _refuse_evaluation_prompts(table, book, folder)
     chain = _chain(pipeline, name)
     order = table["round"].map(lambda of: chain.index(of) if of in chain else -1)
