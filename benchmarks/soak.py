@@ -47,6 +47,8 @@ def project(folder: Path) -> Path:
     workspace.run(folder, "git", "init", "--quiet", "--initial-branch", "main")
     for name, value in {"name": "Soak", "email": "soak@localhost"}.items():
         workspace.run(folder, "git", "config", f"user.{name}", value)
+    workspace.run(folder, "dvc", "init", "--quiet")
+    workspace.run(folder, "dvc", "config", "core.analytics", "false")
     workspace.create(folder, two_candidates)
     for name in (".gitignore", ".dvcignore"):
         (folder / name).write_text((workspace.ROOT / name).read_text(encoding="utf-8"))
