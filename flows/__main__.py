@@ -229,7 +229,10 @@ def decide(
 @app.command()
 def rollback(
     round: Annotated[
-        str, typer.Argument(help="Like r2: the round to go back to; r0 is the start.")
+        str,
+        typer.Argument(
+            help="Like r2: the round to go back to; r0 is the start; none takes a rollback back."
+        ),
     ],
     because: Annotated[str, typer.Option(help="Why; for git, MLflow and the report.")],
     by: Annotated[str | None, typer.Option(help="Who. Default: git's user.name.")] = None,
@@ -345,7 +348,7 @@ def ui(
     processes: list[subprocess.Popen[bytes]] = []
     try:
         if uri.startswith(("http://", "https://")):
-            mlflow_address = uri
+            mlflow_address = tracking.ui_address(uri)
         else:
             process, mlflow_address = server.start_mlflow(uri)
             processes.append(process)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flows import deployments, editing
+from flows.rounds import start_of_next
 from flows.runner import Runner, workspace_lock
 from rlhf import champion, config, tracking
 from rlhf.config import Pipeline
@@ -21,6 +22,8 @@ from rlhf.errors import BadInput, StageFailed
 
 CHOICES = ("promote", "keep", "stop", "gate")
 """`gate` takes a person's word back."""
+NOWHERE = "none"
+"""The target of a rollback that takes the declared one back."""
 
 
 def decide(
@@ -74,7 +77,7 @@ def rollback(folder: str | Path, to: str, *, because: str, by: str | None = None
     """Write `rollback` in pipeline.yaml; returns whether the champion was not that policy already.
 
     It stands until a round that is appended later, or one not yet run that starts from `to`, promotes a
-    candidate.
+    candidate. `none` removes it; then returns whether there was one.
 
     Raises:
         BadInput: no such round, or one that has not been decided.
@@ -83,7 +86,11 @@ def rollback(folder: str | Path, to: str, *, because: str, by: str | None = None
     because = _words("because", because)
     with workspace_lock(folder):
         pipeline = config.load(path)
-        _one_of("round", to, ["r0", *pipeline.rounds])
+        if to == NOWHERE:
+            if pipeline.rollback is not None:
+                editing.save(path, editing.remove(path.read_text(encoding="utf-8"), "rollback"))
+            return pipeline.rollback is not None
+        _one_of("round", to, ["r0", *pipeline.rounds, NOWHERE])
         _promoted(folder, to)
         best = champion.champion(pipeline, folder)
         after = _last_before(pipeline, folder, to)
@@ -129,8 +136,8 @@ def carry_out_decision(
             )
         after = _judged(pipeline, folder, round)
         tracking.tag_outputs(pipeline, round, folder)
-        _tell_mlflow(folder)
-        committed = _commit_round(pipeline, folder, round, after)
+        tell_mlflow(folder)
+        committed = _commit_round(pipeline, folder, round, after, allow_dirty)
     resumed = deployments.resume_decided(folder, round)
     told = [] if changed else [f"{round} was decided so already"]
     if committed:
@@ -165,20 +172,26 @@ def carry_out_rollback(
         pipeline = config.load(folder / "pipeline.yaml")
         _check_git(pipeline, folder, allow_dirty)
         changed = rollback(folder, to, because=because, by=by)
-        pipeline = _tell_mlflow(folder)
+        pipeline = tell_mlflow(folder)
         best = champion.champion(pipeline, folder)
         if changed and pipeline.lineage.commit:
             from flows import history
 
-            history.commit_paths(folder, ["pipeline.yaml"], f"Rollback to {to}: {because}")
-    who = best.candidate or "the fine-tuned start"
+            did = "Rollback taken back" if to == NOWHERE else f"Rollback to {to}"
+            history.commit_paths(folder, ["pipeline.yaml"], f"{did}: {because}")
+    policy = f"{best.candidate or 'the fine-tuned start'} (runs/{best.round}/promoted)"
     if not changed:
-        return [f"{who} (runs/{best.round}/promoted) is the champion already"]
+        return [
+            f"no rollback is declared; champion: {policy}"
+            if to == NOWHERE
+            else f"{policy} is the champion already"
+        ]
     told = [
-        f"champion: {who} (runs/{best.round}/promoted)",
-        f"the next round that is appended starts from {to}",
+        f"champion: {policy}",
+        f"the next round that is appended starts from {start_of_next(pipeline, folder)}",
     ]
-    assert pipeline.rollback is not None
+    if pipeline.rollback is None:
+        return told
     names = list(pipeline.rounds)
     counted = names[: names.index(pipeline.rollback.after) + 1]
     unrun = [name for name in counted if champion.status(folder, name) == "unrun"]
@@ -271,7 +284,7 @@ def _write(path: Path, key: str, value: Any) -> None:
     editing.save(path, editing.set_value(text, key, value))
 
 
-def _tell_mlflow(folder: Path) -> Pipeline:
+def tell_mlflow(folder: Path) -> Pipeline:
     """Alias and overview follow what pipeline.yaml says now, also where DVC restored promote's result."""
     from flows import overview
 
@@ -289,7 +302,7 @@ def _check_git(pipeline: Pipeline, folder: Path, allow_dirty: bool) -> None:
 
 
 def _commit_round(
-    pipeline: Pipeline, folder: Path, round: str, decision: dict[str, Any]
+    pipeline: Pipeline, folder: Path, round: str, decision: dict[str, Any], allow_dirty: bool
 ) -> str | None:
     from flows import history, lineage
     from flows.report import verdict
@@ -297,7 +310,8 @@ def _commit_round(
     lineage.write_record(folder, round)
     if not pipeline.lineage.commit:
         return None
-    return history.commit_round(folder, round, f"Round {round}: {verdict(decision)}")
+    message = f"Round {round}: {verdict(decision)}"
+    return history.commit_round(folder, round, message, allow_dirty=allow_dirty)
 
 
 def _one_of(what: str, value: str, known: Iterable[str]) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +27,8 @@ PIPELINE, LOCK, STAGES = "pipeline.yaml", "dvc.lock", "dvc.yaml"
 METRICS = "runs/*/metrics"
 _SECONDS_FOR_LOCK = 15.0
 _SECONDS_FOR_GIT = 300.0  # hooks may be slow
+_WRITES = ("add", "commit", "rm", "tag")
+_GITRUN = Path(__file__).with_name("gitrun.py")
 _MARKERS = re.compile(r"^(<<<<<<< |>>>>>>> )", re.M)
 _UNDER_WAY = {
     "MERGE_HEAD": ("merge", "git merge --abort"),
@@ -78,22 +81,25 @@ def obstacle(folder: str | Path = ".", allow_dirty: bool = False) -> str | None:
     return None if problem is None else str(problem)
 
 
-def commit_round(folder: str | Path, round: str, message: str) -> str | None:
+def commit_round(
+    folder: str | Path, round: str, message: str, *, allow_dirty: bool = False
+) -> str | None:
     """Commit pipeline.yaml, dvc.lock and runs/*/metrics, and tag the commit `round/<round>`.
 
     Args:
         folder: the project's folder.
         round: like `r3`; its result must be in dvc.lock.
         message: the verdict; of the commit and of the tag.
+        allow_dirty: take uncommitted changes of pipeline.yaml along, as `check` does.
 
     Returns: the new commit's hash; None if nothing had changed (a tag that is missing is made).
 
     Raises:
         BadInput: the round has no result.
-        StageFailed: git refused. The round stays done; the next run commits it.
+        StageFailed: git refused, or settings were edited since `check`. The round stays done; the next run commits it.
     """
     git = Git(folder)
-    if not outputs(_stages(_part(_read(git.folder / LOCK) or "", _names(round))), round):
+    if not outputs_now(git.folder, round):
         raise BadInput(
             f"{round} has no result",
             where=str(git.folder / LOCK),
@@ -101,19 +107,29 @@ def commit_round(folder: str | Path, round: str, message: str) -> str | None:
             mend=f"python -m flows run --round {round}",
         )
     what = f"{round} is done, but not in git"
+    problem = _problem(git, allow_dirty) or _misfit(git, round)
+    if problem is not None:
+        raise StageFailed(f"{what}: {problem}")
     _tag_left_behind(git, what)
     made = _commit(git, _of_a_round(git), f"{message}\n\nRound: {round}", what)
     _tag(git, round, message, what)
     return made
 
 
-def commit_paths(folder: str | Path, paths: Iterable[str | Path], message: str) -> str | None:
+def commit_paths(
+    folder: str | Path,
+    paths: Iterable[str | Path],
+    message: str,
+    *,
+    gone: Iterable[str] = (),
+) -> str | None:
     """Commit these files, and no other change.
 
     Args:
         folder: the project's folder.
         paths: files, relative to it; those that do not exist are passed over.
         message: the commit's message.
+        gone: directories that were removed; what git has of them goes.
 
     Returns: the new commit's hash; None if nothing had changed.
 
@@ -121,7 +137,48 @@ def commit_paths(folder: str | Path, paths: Iterable[str | Path], message: str) 
         StageFailed: git refused; the files stay as they are.
     """
     names = [Path(path).as_posix() for path in paths]
-    return _commit(Git(folder), names, message, f"{', '.join(names)}: written, but not in git")
+    what = f"{', '.join(names)}: written, but not in git"
+    return _commit(Git(folder), names, message, what, gone=gone)
+
+
+def never_committed(folder: str | Path, rounds: Iterable[str]) -> list[str]:
+    """Those of the rounds that have no tag and no commit of their own behind HEAD."""
+    git = Git(folder)
+    tags = git.text("for-each-ref", "--format=%(refname:lstrip=3)", f"refs/tags/{tag('')}") or ""
+    left = [round for round in rounds if round not in tags.split()]
+    if not left:
+        return []
+    form = ("--format=%(trailers:key=Round,valueonly)", "--grep=^Round: ")
+    committed = (git.text("log", *form, "HEAD") or "").split()  # a clone may be without tags
+    return [round for round in left if round not in committed]
+
+
+def misfit(folder: str | Path, round: str) -> str | None:
+    """As words, that the round's results were made with other settings than pipeline.yaml has."""
+    problem = _misfit(Git(folder), round)
+    return None if problem is None else str(problem)
+
+
+def outputs_now(folder: str | Path, round: str) -> dict[str, dict[str, str]]:
+    """What dvc.lock has of a round, as `outputs` gives it, without reading all of the file."""
+    text = _read(Path(folder) / LOCK) or ""
+    return outputs(_stages(_part(text, _names(round))), round)
+
+
+def holds(folder: str | Path, round: str) -> bool:
+    """Whether the last commit has a round's settings, results or files; False without git."""
+    try:
+        git = Git(folder)
+        if git.commit_of("HEAD") is None:
+            return False
+    except BadInput:
+        return False
+    settings = _mapping(git.show("HEAD", PIPELINE) or "") or {}
+    return (
+        round in (settings.get("rounds") or {})
+        or bool(git.text("ls-tree", "HEAD", "--", f"runs/{round}"))
+        or bool(_outputs_at(git, "HEAD", round))
+    )
 
 
 def tag(round: str) -> str:
@@ -146,6 +203,8 @@ class Git:
             [] if words[0] == "check-ignore" else ["--literal-pathspecs"]
         )  # it refuses the option
         command = ["git", *literal, *words]
+        if words[0] in _WRITES:
+            command = [sys.executable, "-I", str(_GITRUN), str(os.getpid()), *command]
         try:
             process = subprocess.Popen(
                 command,
@@ -387,13 +446,33 @@ def _dirty_lock(git: Git, pipeline: Mapping[str, Any]) -> BadInput | None:
     return None
 
 
+def _misfit(git: Git, round: str) -> BadInput | None:
+    """Results of the round, or of the stages before all rounds, that the settings as they are would not give."""
+    pipeline = _mapping(_read(git.folder / PIPELINE) or "") or {}
+    declared = {*(pipeline.get("rounds") or {}), *(pipeline.get("candidates") or {})}
+    of_round = _names(round)
+    text = _read(git.folder / LOCK) or ""
+    found = _stages(_part(text, lambda block: of_round(block) or "@" not in block.split(":")[0]))
+    own = [name for name in outputs(found, round) if name.partition("@")[2] in declared]
+    stages = [name for name in found if "@" not in name] + own
+    other = [name for name in stages if not _fits(found[name], pipeline)]
+    if not other:
+        return None
+    return BadInput(
+        f"results of other settings than {PIPELINE} has: {some(other)}",
+        where=LOCK,
+        rule="a round's tag holds the settings that its results were made with",
+        mend="undo the edit, or keep it and have these stages made anew; then run the same again",
+    )
+
+
 def _uncommitted(name: str, what: str) -> BadInput:
     return BadInput(
         what,
         where=name,
         rule="a round's commit holds what the round changed, and its settings are in git",
-        mend=f'git add {name} && git commit -m "..." {name} (or git checkout HEAD {name} to drop '
-        "them), or run with --allow-dirty",
+        mend=f'undo the edit, or git add {name} && git commit -m "..." {name}; then run the same '
+        "again (or with --allow-dirty)",
     )
 
 
@@ -450,12 +529,14 @@ def _of_a_round(git: Git) -> list[str]:
     return names + git.files(f"{METRICS}/**/*")
 
 
-def _commit(git: Git, paths: Sequence[str], message: str, what: str) -> str | None:
+def _commit(
+    git: Git, paths: Sequence[str], message: str, what: str, gone: Iterable[str] = ()
+) -> str | None:
     """Commit these files and leave index and working tree alike otherwise."""
     problem = _cannot_commit(git)
     if problem is not None:
         raise StageFailed(f"{what}: {problem}")
-    states = git.status([path for path in paths if (git.folder / path).exists()])
+    states = git.status([*(path for path in paths if (git.folder / path).exists()), *gone])
     if not states:
         return None
     untracked = [path for path, state in states.items() if state == "??"]

@@ -23,7 +23,7 @@ from rlhf import artifacts, config
 from rlhf.champion import LINEAGE, policy_digest, read_decision, whose_word
 from rlhf.errors import BadInput
 from rlhf.resume import content_digest
-from rlhf.tracking import SPOOL, UI
+from rlhf.tracking import SPOOL, ui_address
 
 if TYPE_CHECKING:
     from rich.tree import Tree
@@ -35,6 +35,7 @@ PACKAGES = (
     "roundhouse", "safetensors", "scipy", "tokenizers", "torch", "transformers", "vllm",
 )  # fmt: skip
 _NUM_SHOWN_DIGITS = 12
+_TOKEN = re.compile(r"(gh[a-z]_|github_pat_|glpat-|hf_)[\w-]{16,}")
 
 
 # --- the record ----------------------------------------------------------------------------------
@@ -164,19 +165,25 @@ def _remote(git: Git) -> str | None:
 
 
 def public_url(url: str | None) -> str | None:
-    """A git address without password, token or query; None for what is no server's."""
+    """A git address without user (but git), password, token or query; None for what is no server's."""
     if not url:
         return None
     if "://" not in url:
-        return (
-            url if re.fullmatch(r"[\w.-]+@[\w.-]+:[^/\\:][^:]*|[\w.-]+@[\w.-]+:/.*", url) else None
-        )
-    parts = urlsplit(url)
-    if not parts.hostname or parts.scheme == "file":
+        found = re.fullmatch(r"([\w.-]+)@([\w.-]+:(?:[^/\\:@][^:@]*|/[^@]*))", url)
+        if found is None:
+            return None
+        user, rest = found.groups()
+        return _TOKEN.sub("...", "git@" * (user == "git") + re.split("[?#]", rest)[0])
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # ValueError where a password with a slash is taken for host and port
+    except ValueError:
         return None
-    user, at, host = parts.netloc.rpartition("@")
-    keep = f"{user.partition(':')[0]}{at}" if parts.scheme == "ssh" else ""
-    return urlunsplit((parts.scheme, keep + host, parts.path, "", ""))
+    if not parts.hostname or parts.scheme == "file" or "@" in parts.path:
+        return None
+    user, _, host = parts.netloc.rpartition("@")
+    keep = "git@" if parts.scheme == "ssh" and user.partition(":")[0] == "git" else ""
+    return _TOKEN.sub("...", urlunsplit((parts.scheme, keep + host, parts.path, "", "")))
 
 
 def _packages() -> Iterator[tuple[str, str]]:
@@ -401,7 +408,8 @@ class _Reader:
         for path in sorted((self.folder / SPOOL).glob("*.state.json")):
             state = _readable(path)
             if state.get("key") == key and state.get("current") and state.get("run_id"):
-                return f"{UI}/#/experiments/{state['experiment_id']}/runs/{state['run_id']}"
+                ui = ui_address(state.get("uri"), self.folder)
+                return f"{ui}/#/experiments/{state['experiment_id']}/runs/{state['run_id']}"
         return None
 
 

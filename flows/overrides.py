@@ -113,6 +113,9 @@ def placed(
         if twice != path:
             problems.append(f"{path}: the same key as {twice}; give it once")
         places[path] = keys
+    for place, path in taken.items():
+        above = [taken[place[:end]] for end in range(1, len(place)) if place[:end] in taken]
+        problems += [f"{path}: below {other}, which is given too; give one" for other in above]
     return places, problems
 
 

@@ -182,7 +182,7 @@ def _with_stages_ended(session: Session, run: str, resumed: bool) -> State[Any]:
 
 def _run_round(session: Session, resumed: bool) -> State[Any]:
     waited_already = not resumed and not session.anything_to_run
-    failure = _run_stages(session)
+    failure = _run_rounds(session)
     if failure is not None:
         return failure
     if session.status == "awaiting":
@@ -191,7 +191,7 @@ def _run_round(session: Session, resumed: bool) -> State[Any]:
         _publish(session)
         _ask(session)
         session.plan_again()
-        failure = _run_stages(session)
+        failure = _run_stages(session, session.round, list(session.stages.values()))
         if failure is not None:
             return failure
     session.conclude()
@@ -203,13 +203,28 @@ def _run_one(session: Session) -> State[Any]:
     stage = session.stages[session.target]
     if not stage.runs and not session.request.force:
         return Completed(message=f"{stage.name} is up to date")
-    failure = _run_stages(session, [stage])
+    failure = _run_stages(session, session.round, [stage])
     return failure or Completed(message=f"{stage.name} is done")
 
 
-def _run_stages(session: Session, plan: list[Stage] | None = None) -> State[Any] | None:
+def _run_rounds(session: Session) -> State[Any] | None:
+    """Bring the session's rounds to their decisions, up to the first that needs a person's; the failure, if any."""
+    from flows import rounds
+
+    for name, plan in session.parts():
+        holder = rounds.awaited(session.pipeline, session.folder, name)
+        if holder is not None:
+            session.end_at(holder)
+            deployments.note_run(session.folder, str(flow_run.id or ""), holder)
+            return None
+        failure = _run_stages(session, name, plan)
+        if failure is not None:
+            return failure
+    return None
+
+
+def _run_stages(session: Session, name: str, plan: list[Stage]) -> State[Any] | None:
     """Submit every stage behind those it depends on, and wait for all; the failure, if there was one."""
-    plan = list(session.stages.values()) if plan is None else plan
     session.forward()
     futures: dict[str, Any] = {}
     for stage in plan:
@@ -222,7 +237,7 @@ def _run_stages(session: Session, plan: list[Stage] | None = None) -> State[Any]
     if failures:
         return Failed(message="\n".join(outcome.message for outcome in failures))
     if session.anything_to_run:
-        tracking.tag_outputs(session.pipeline, session.round, session.folder)
+        tracking.tag_outputs(session.pipeline, name, session.folder)
     return None
 
 

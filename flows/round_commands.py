@@ -1,4 +1,4 @@
-"""`python -m flows round ...`: add, show, compare, list and remove rounds of pipeline.yaml."""
+"""`python -m flows round ...`: add, show, compare, list, remove and restore rounds of pipeline.yaml."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import typer
 
 from rlhf.errors import BadInput
 
-app = typer.Typer(no_args_is_help=True, help="Rounds as data: add, show, compare, list, remove.")
+app = typer.Typer(
+    no_args_is_help=True, help="Rounds as data: add, show, compare, list, remove, restore."
+)
 _FILE = "pipeline.yaml"
 Json = Annotated[bool, typer.Option("--json", help="For programs.")]
 
@@ -124,11 +126,20 @@ def remove(
     force: Annotated[
         bool, typer.Option("--force", help="Though it has run: its outputs go too.")
     ] = False,
+    allow_dirty: Annotated[
+        bool, typer.Option("--allow-dirty", help="Commit other changes of pipeline.yaml with it.")
+    ] = False,
 ) -> None:
     """Take a round that nothing needs out of pipeline.yaml."""
-    from flows import rounds
-    from flows.runner import workspace_lock
+    from flows import removal
 
-    with workspace_lock():
-        done = rounds.remove_round(_FILE, name, force=force)
-    print("\n".join(done))
+    print("\n".join(removal.carry_out_removal(".", name, force=force, allow_dirty=allow_dirty)))
+
+
+@app.command()
+def restore(name: str) -> None:
+    """Put a round that was removed here back at the end of pipeline.yaml, as it was."""
+    from flows import removal
+
+    removal.restore_round(".", name)
+    print(f"{name} restored in {_FILE}")

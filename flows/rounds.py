@@ -8,11 +8,7 @@ result is read back and checked before the file is touched.
 from __future__ import annotations
 
 import re
-import shlex
-import shutil
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +16,13 @@ from typing import Any
 from flows import editing
 from flows.overrides import parse_overrides as parse_overrides
 from flows.overrides import placed, suggestion
-from rlhf import artifacts, champion, config, yaml12
+from rlhf import champion, config, yaml12
 from rlhf.config import ConfigError, Pipeline
 from rlhf.errors import BadInput
 from rlhf.optimise.imported import check_imported
 
 _FILE = "pipeline.yaml"
+_UNDECIDED = ("stopped", "awaiting")
 _PARTS = ("advantage", "loss", "aggregate", "truncated")  # may be written as a name alone
 
 
@@ -55,8 +52,8 @@ def append_round(
         drop: candidates of the template that the round is to be without.
 
     Raises:
-        BadInput: the name is not a round's or is taken by a round of other content, or the file cannot be
-            extended safely.
+        BadInput: the name is not a round's or is taken by a round of other content, the round that it starts
+            from is stopped or awaits a decision, or the file cannot be extended safely.
         ConfigError: what is wrong with the overrides, or with the round that they would make.
     """
     path = Path(path)
@@ -72,14 +69,47 @@ def append_round(
         raise BadInput(
             f"{name!r} is not a round",
             where=str(path),
-            rule="a round is named r1, r2, ... or r2_variant (r0 is the fine-tuned start)",
+            rule="a round is named r1, r2, ... or r2_variant, without leading zeros "
+            "(r0 is the fine-tuned start)",
             mend=f"use {next_name(raw['rounds'])}",
         )
     block, problems = _block(text, raw, wish, start_of_next(pipeline, path.parent))
+    return _append(path, raw, pipeline, name, block, problems)
+
+
+def restore_round(path: str | Path, name: str, block: str) -> None:
+    """Append a round and its candidates as a document of them alone has them.
+
+    Raises BadInput as `append_round` does.
+    """
+    path = Path(path)
+    raw = config.read_yaml(path)
+    if name in raw["rounds"]:
+        raise BadInput(
+            f"{name} is there already",
+            where=str(path),
+            rule="what is there is not replaced",
+            mend=f"python -m flows round remove {name} first",
+        )
+    _append(path, raw, config.parse(raw, str(path)), name, block, [])
+
+
+def _append(
+    path: Path,
+    raw: Mapping[str, Any],
+    pipeline: Pipeline,
+    name: str,
+    block: str,
+    problems: Sequence[str],
+) -> bool:
     found = yaml12.load(block)
-    _check_new(pipeline, _joined(raw, found), problems, path, name)
+    new = _check_new(pipeline, _joined(raw, found), problems, path, name)
+    holder = awaited(new, path.parent, name)
+    if holder is not None:
+        raise undecided(path.parent, holder)
     doc = editing.Document(block)
     lines = {section: {key: doc.entry(section, key) for key in found[section]} for section in found}
+    text = path.read_text(encoding="utf-8")
     return editing.save(path, editing.append_entries(text, lines))
 
 
@@ -97,8 +127,12 @@ class _Wish:
 def _check_same(text: str, raw: Mapping[str, Any], wish: _Wish, path: Path) -> None:
     """A round that is there already has what is wished of it."""
     name, start = wish.name, raw["rounds"][wish.name]["from"]
-    present = [short for short in _own(raw, name) if short in wish.add and wish.template is None]
-    absent = [short for short in wish.drop if short not in _own(raw, wish.template or name)]
+    present = [
+        short for short in own_candidates(raw, name) if short in wish.add and wish.template is None
+    ]
+    absent = [
+        short for short in wish.drop if short not in own_candidates(raw, wish.template or name)
+    ]
     add = {short: source for short, source in wish.add.items() if short not in present}
     drop = [short for short in wish.drop if short not in absent]
     again = _Wish(name, wish.template or name, wish.overrides, add, drop)
@@ -178,7 +212,7 @@ def _block(text: str, raw: Mapping[str, Any], wish: _Wish, start: str) -> tuple[
 
 def _copies(raw: Mapping[str, Any], template: str, wish: _Wish) -> tuple[dict[str, str], list[str]]:
     """The new round's candidates, each with the template's that it is a copy of; names without rounds."""
-    old = _own(raw, template)
+    old = own_candidates(raw, template)
     problems = [
         f"drop {short}: no such candidate in {template}; {suggestion(short, old)}"
         for short in wish.drop
@@ -203,7 +237,7 @@ def _copied(
 ) -> str:
     """The template's blocks under the new names."""
     doc = editing.Document(text)
-    old = _own(raw, template)
+    old = own_candidates(raw, template)
     entries = [
         _renamed(doc.entry("candidates", old[source]), old[source], f"{name}-{short}")
         for short, source in copies.items()
@@ -294,24 +328,66 @@ def next_round(pipeline: Pipeline, folder: str | Path = ".") -> tuple[str, bool]
     The last declared round goes on until it has been decided; then comes a new one.
 
     Raises:
-        BadInput: the loop is stopped, or the last round waits for a person's decision.
+        BadInput: that round would start from one, or come after one, that is stopped or awaits a decision.
+    """
+    holder = awaited(pipeline, folder)
+    if holder is not None:
+        raise undecided(folder, holder)
+    last = list(pipeline.rounds)[-1]
+    if champion.status(folder, last) == "unrun" or is_decided_anew(pipeline, folder, last):
+        return last, False
+    return next_name(pipeline.rounds), True
+
+
+def awaited(pipeline: Pipeline, folder: str | Path = ".", name: str | None = None) -> str | None:
+    """The stopped or awaiting round that a person must decide before `name` may run for the first time.
+
+    Args:
+        pipeline: declares the rounds.
+        folder: the project's folder.
+        name: a declared round; None: the last one, or the next if that has been decided.
     """
     last = list(pipeline.rounds)[-1]
-    status = champion.status(folder, last)
-    if status == "unrun" or _is_decided_anew(pipeline, folder, last):
-        return last, False
-    if status in ("promoted", "kept"):
-        return next_name(pipeline.rounds), True
-    words = {"stopped": "the loop is stopped at", "awaiting": "a person's decision is awaited on"}
-    raise BadInput(
-        f"{words[status]} {last}",
-        where=f"runs/{last}/metrics/decision.json",
+    if champion.status(folder, name or last) == "unrun":
+        start = pipeline.rounds[name or last].from_
+    elif name is not None or is_decided_anew(pipeline, folder, last):
+        return None
+    elif champion.status(folder, last) in _UNDECIDED:
+        return last
+    else:
+        start = start_of_next(pipeline, folder)
+    while start in pipeline.rounds:
+        status = _standing(pipeline, folder, start)
+        if status != "unrun":
+            return start if status in _UNDECIDED else None
+        start = pipeline.rounds[start].from_
+    return None
+
+
+def undecided(folder: str | Path, name: str) -> BadInput:
+    """That no round starts from this one before a person decides."""
+    status = champion.status(folder, name)
+    words = (
+        "a person's decision is awaited on" if status == "awaiting" else "the loop is stopped at"
+    )
+    return BadInput(
+        f"{words} {name}",
+        where=f"runs/{name}/metrics/decision.json",
         rule="no further round starts before a person decides",
-        mend=f'python -m flows decide {last} keep --because "..." (or promote)',
+        mend=f'python -m flows decide {name} keep --because "..." (or promote)',
     )
 
 
-def _is_decided_anew(pipeline: Pipeline, folder: str | Path, name: str) -> bool:
+def _standing(pipeline: Pipeline, folder: str | Path, name: str) -> champion.Status:
+    """What a round came to, or will once its gate has heard what a person said since."""
+    status = champion.status(folder, name)
+    word = pipeline.rounds[name].decision
+    if status == "unrun" or not is_decided_anew(pipeline, folder, name):
+        return status
+    return "stopped" if word is not None and word.choice == "stop" else "unrun"
+
+
+def is_decided_anew(pipeline: Pipeline, folder: str | Path, name: str) -> bool:
     """Whether a person has decided the round since its gate ran."""
     declared = pipeline.rounds[name].decision
     decision = champion.read_decision(folder, name)
@@ -378,7 +454,7 @@ def differences(one: Any, other: Any, place: str = "") -> Iterator[tuple[str, An
 
 def block_of(pipeline: Pipeline, name: str) -> dict[str, Any]:
     """A round and its candidates in full, presets and defaults filled in. Raises BadInput if it is not declared."""
-    _check_declared(pipeline.rounds, name)
+    check_declared(pipeline.rounds, name)
     own = pipeline.candidates_of(name)
     return {
         "rounds": {name: pipeline.rounds[name].model_dump(by_alias=True)},
@@ -426,7 +502,7 @@ def listed(pipeline: Pipeline, folder: str | Path = ".") -> list[dict[str, Any]]
     ]
 
 
-def _check_declared(rounds: Mapping[str, Any], name: str) -> None:
+def check_declared(rounds: Mapping[str, Any], name: str) -> None:
     if name not in rounds:
         raise BadInput(
             f"no round {name}",
@@ -436,7 +512,7 @@ def _check_declared(rounds: Mapping[str, Any], name: str) -> None:
         )
 
 
-def _own(raw: Mapping[str, Any], name: str) -> dict[str, str]:
+def own_candidates(raw: Mapping[str, Any], name: str) -> dict[str, str]:
     """A round's candidates: what the file calls them, by their names without the round."""
     return {
         key.removeprefix(f"{name}-"): key
@@ -448,123 +524,3 @@ def _own(raw: Mapping[str, Any], name: str) -> dict[str, str]:
 def _joined(raw: Mapping[str, Any], block: Mapping[str, Any]) -> dict[str, Any]:
     """The file with a round's block in it."""
     return {**raw, **{section: {**raw[section], **block[section]} for section in block}}
-
-
-# --- removing --------------------------------------------------------------------------------------
-
-
-def remove_round(path: str | Path, name: str, *, force: bool = False) -> list[str]:
-    """Take a round and its candidates out of `pipeline.yaml`; returns what was done, line by line.
-
-    A round that has run goes only with `force`, and with it runs/NAME and its entries in dvc.lock. Killed
-    half-way, it is still declared, and can be removed again.
-
-    Raises:
-        BadInput: a later round needs it, it is the only one, or it has run and `force` is not given.
-    """
-    path = Path(path)
-    raw = config.read_yaml(path)
-    pipeline = config.parse(raw, str(path))
-    _check_declared(raw["rounds"], name)
-    own = _own(raw, name)
-    _check_free(pipeline, name)
-    outputs, lock = path.parent / "runs" / name, path.parent / "dvc.lock"
-    stages = _locked(lock, {name, *own.values()})
-    if (stages or outputs.exists()) and not force:
-        raise BadInput(
-            f"{name} has run: {len(stages)} stages in dvc.lock, "
-            + (f"runs/{name}" if outputs.exists() else "no outputs"),
-            where=_FILE,
-            rule="what has run is history",
-            mend=f"python -m flows round remove {name} --force takes its outputs away too",
-        )
-    text = path.read_text(encoding="utf-8")
-    text = editing.remove_entry(text, "candidates", *own.values())
-    text = editing.remove_entry(text, "rounds", name)
-    config.parse(yaml12.load(text), str(path))
-    back = _way_back(pipeline, path.parent, name, bool(stages))
-    done = [f"{name} and {', '.join(own.values())} removed from pipeline.yaml"]
-    if outputs.exists():
-        shutil.rmtree(outputs)
-        done.append(
-            f"runs/{name} removed from the workspace; DVC's cache keeps what its stages made"
-        )
-    if stages:
-        locked = lock.read_text(encoding="utf-8")
-        artifacts.write_text(lock, editing.remove_entry(locked, "stages", *stages))
-        done.append(f"{', '.join(stages)} removed from dvc.lock")
-    editing.save(path, text)
-    return [*done, f"to get it back: {back}"]
-
-
-def _check_free(pipeline: Pipeline, name: str) -> None:
-    """Nothing that stays speaks of the round."""
-    users = [
-        f"rounds.{other}.{key}"
-        for other, body in pipeline.rounds.items()
-        for key, value in (("from", body.from_), ("sample_from", body.sample_from))
-        if value == name
-    ]
-    users += [
-        f"candidates.{key}.learns_from"
-        for key, body in pipeline.candidates.items()
-        if body.round != name and body.learns_from.split("/")[0] == name
-    ]
-    if pipeline.rollback is not None:
-        rollback = pipeline.rollback
-        users += [f"rollback.{key}" for key in ("to", "after") if getattr(rollback, key) == name]
-    if users:
-        raise BadInput(
-            f"{name} is needed by {', '.join(users)}",
-            where=_FILE,
-            rule="a round stays as long as another needs it",
-            mend="remove those first, the last round before the others",
-        )
-    if len(pipeline.rounds) == 1:
-        raise BadInput(
-            f"{name} is the only round",
-            where=_FILE,
-            rule="a pipeline has at least one round",
-            mend="change its settings, or add another round first",
-        )
-
-
-def _locked(lock: Path, keys: set[str]) -> list[str]:
-    """Stages in dvc.lock of a round and its candidates."""
-    if not lock.is_file():
-        return []
-    stages = config.read_yaml(lock).get("stages") or {}
-    return [stage for stage in stages if stage.partition("@")[2] in keys]
-
-
-def _way_back(pipeline: Pipeline, folder: Path, name: str, has_run: bool) -> str:
-    """The command that undoes a removal: from git's last commit, else the round added anew."""
-    show = ["git", "show", "HEAD:./pipeline.yaml"]
-    with suppress(Exception):  # no git, no commit, or a file that was no YAML then
-        committed = subprocess.run(show, cwd=folder, capture_output=True, text=True, check=True)
-        if name in yaml12.load(committed.stdout)["rounds"]:
-            words = ["git", "rev-parse", "--short", "HEAD"]
-            commit = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True)
-            files = f"pipeline.yaml dvc.lock runs/{name}/metrics" if has_run else "pipeline.yaml"
-            checkout = f"git checkout {commit.stdout.strip()} -- {files}"
-            return checkout + (" && dvc checkout" if has_run else "")
-    return " ".join(_words_to_add(pipeline, name)) + (
-        ", then run it: DVC takes what it has cached" if has_run else ""
-    )
-
-
-def _words_to_add(pipeline: Pipeline, name: str) -> Iterator[str]:
-    """The command that adds a round again, by the round that is declared before it, or else after it."""
-    names = list(pipeline.rounds)
-    place = names.index(name)
-    template = names[place - 1] if place else names[1]
-    yield f"python -m flows round add {name} --from-template {template}"
-    yield f"--set from={pipeline.rounds[name].from_}"
-    for path, _, value in compare(pipeline, template, name):
-        candidate = path.removeprefix("candidates.")
-        if value is ABSENT and _is_candidate(path, {}):
-            yield f"--drop {candidate}"
-        elif value == _HERE:
-            yield f"--add {candidate}=..."
-        elif value is not ABSENT and not path.startswith("decision"):
-            yield f"--set {shlex.quote(f'{path}={shown(value)}')}"

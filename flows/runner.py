@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf.errors import Interrupted, StageFailed
+from rlhf.errors import BadInput, Interrupted, StageFailed
 from rlhf.lifeline import OWNERS_VARIABLE, ident
 from rlhf.lifeline import grace as grace_seconds
 from rlhf.progress import PROGRESS_VARIABLE
@@ -101,7 +102,7 @@ class Runner:
     Args:
         folder: the project's folder.
         parallel: stages side by side.
-        gpus: devices to hand out, one to each stage that asks. The others see none.
+        gpus: devices to hand out, one to each stage that asks. The others see none. BadInput if none is visible.
         timeout: seconds a stage may take, and may wait for another DVC process that is at it.
         push: whether a finished stage's outputs go to the DVC remote.
         halt_on_failure: whether nothing more starts once a stage has failed.
@@ -137,7 +138,7 @@ class Runner:
         self._mutex = threading.Lock()
         self._on_begin, self._on_end, self._on_note = on_begin, on_end, on_note
         self._halt = threading.Event()
-        self._devices = _devices(gpus)
+        self._devices = devices(gpus)
 
     @property
     def halted(self) -> bool:
@@ -200,7 +201,8 @@ class Runner:
 
     def _run(self, name: str, gpu: bool, force: bool) -> Outcome | None:
         """Run a stage in a slot, again while another DVC process is at it."""
-        with self._slots, self._device(name, gpu) as device:
+        # In this order: who waits for a GPU leaves the slots to others, and who has a slot waits for nothing.
+        with self._device(name, gpu) as device, self._slots:
             began = time.monotonic()
             told = False
             while True:
@@ -383,12 +385,20 @@ def _kernel_kills() -> int:
     return 0
 
 
-def _devices(count: int) -> list[str]:
-    """The first devices that this process may use."""
-    declared = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return ([d.strip() for d in declared.split(",") if d.strip()] or [*map(str, range(count))])[
-        :count
-    ]
+def devices(count: int) -> list[str]:
+    """The first devices that this process may use. Raises BadInput where all are hidden and some are wanted."""
+    declared = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if declared is None:
+        return [str(number) for number in range(count)]
+    visible = list(takewhile(lambda d: d not in ("", "-1"), map(str.strip, declared.split(","))))
+    if count and not visible:
+        raise BadInput(
+            f"resources.gpus is {count}, and CUDA_VISIBLE_DEVICES={declared!r} hides every GPU",
+            where="pipeline.yaml resources.gpus",
+            rule="a stage that takes a GPU slot is given a visible device",
+            mend="unset CUDA_VISIBLE_DEVICES, or name devices in it, or set resources.gpus: 0",
+        )
+    return visible[:count]
 
 
 def end_trees(pids: list[int], grace: float | None = None) -> None:

@@ -5,6 +5,7 @@ No Prefect here.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -15,10 +16,10 @@ from typing import Any, Literal, get_args
 
 from flows.display import Display
 from flows.plan import Stage, check_workspace, make_plan
-from flows.runner import Runner, workspace_lock
+from flows.runner import Runner, devices, workspace_lock
 from rlhf import champion, config, tracking
 from rlhf.config import Pipeline
-from rlhf.errors import BadInput
+from rlhf.errors import BadInput, StageFailed
 from rlhf.optimise.imported import check_imported
 
 Commit = Literal["always", "able", "never"]
@@ -70,8 +71,25 @@ class Session:
         ]
         self.rounds = [*before, self.round]
 
+    def parts(self) -> Iterator[tuple[str, list[Stage]]]:
+        """The run's rounds in order, each with the stages that bring it to its decision."""
+        taken: set[str] = set()
+        for name in list(self.rounds):
+            last = f"promote@{name}"
+            wanted = {last, *_ancestors(self.stages, last)} - taken
+            yield name, [stage for stage in self.stages.values() if stage.name in wanted]
+            taken |= wanted
+
+    def end_at(self, name: str) -> None:
+        """Bring no round after this one to its decision: it needs a person's first."""
+        self.display.say(f"{self.round} is not started: a person decides {name} first")
+        self.rounds = self.rounds[: self.rounds.index(name) + 1]
+        self.round, self.target = name, f"promote@{name}"
+        wanted = {self.target, *_ancestors(self.stages, self.target)}
+        self.stages = {key: stage for key, stage in self.stages.items() if key in wanted}
+
     def start_ahead(self) -> None:
-        """Run the first stages while Prefect's server still starts.
+        """Run the first stages, up to a gate, while Prefect's server still starts.
 
         The flow's tasks then take them up. Only where there is no choice to make: one stage at a
         time, no GPU to share.
@@ -86,7 +104,7 @@ class Session:
                 for name, stage in self.stages.items()
                 if name not in finished and finished.issuperset(stage.after)
             ]
-            if len(ready) != 1:
+            if len(ready) != 1 or (chain and chain[-1].startswith("promote@")):
                 break
             chain += ready
             finished.update(ready)
@@ -150,9 +168,55 @@ class Session:
             self.committed = f"{name} is not committed: {self.not_committed}"
             return
         decision = champion.read_decision(self.folder, name) or {}
-        commit = history.commit_round(self.folder, name, f"Round {name}: {verdict(decision)}")
+        message, allow_dirty = f"Round {name}: {verdict(decision)}", self.request.allow_dirty
+        try:
+            commit = history.commit_round(self.folder, name, message, allow_dirty=allow_dirty)
+        except StageFailed as error:
+            if self.request.commit != "able":
+                raise
+            self.committed = str(error)
+            return
         if commit:
             self.committed = f"committed as {commit[:10]}, tag {history.tag(name)}"
+
+
+def conclude_left(pipeline: Pipeline, folder: Path, *, allow_dirty: bool = False) -> Iterator[str]:
+    """Record, commit and tag the decided rounds that no flow has concluded, in order; yields what was done."""
+    from flows import history, lineage
+    from flows.report import verdict
+
+    decided = [name for name in pipeline.rounds if _is_decided(pipeline, folder, name)]
+    for name in history.never_committed(folder, decided):
+        if not _is_recorded(folder, name):
+            continue
+        problem = history.misfit(folder, name)
+        if problem is not None:
+            yield f"{name} is decided, but not in git: {problem}"
+            continue
+        lineage.write_record(folder, name)
+        decision = champion.read_decision(folder, name) or {}
+        message = f"Round {name}: {verdict(decision)}"
+        commit = history.commit_round(folder, name, message, allow_dirty=allow_dirty)
+        committed = f"committed as {commit[:10]}, " if commit else ""
+        yield f"{name} was decided without a flow: {committed}tag {history.tag(name)}"
+
+
+def _is_decided(pipeline: Pipeline, folder: Path, name: str) -> bool:
+    """Whether a round is decided by the word that stands now."""
+    from flows.rounds import is_decided_anew
+
+    status = champion.status(folder, name)
+    return status not in ("unrun", "awaiting") and not is_decided_anew(pipeline, folder, name)
+
+
+def _is_recorded(folder: Path, name: str) -> bool:
+    """Whether a round's policy is here and dvc.lock has its decision as it is here."""
+    from flows import history
+
+    path = f"runs/{name}/metrics/decision.json"
+    known = history.outputs_now(folder, name).get(f"promote@{name}", {}).get(path)
+    found = hashlib.md5((folder / path).read_bytes(), usedforsecurity=False).hexdigest()
+    return known == found and (folder / f"runs/{name}/promoted").is_dir()
 
 
 def order_lock(folder: Path) -> None:
@@ -164,6 +228,9 @@ def order_lock(folder: Path) -> None:
     from dvc.repo import Repo
     from dvc.utils.serialize import load_yaml, modify_yaml
 
+    from flows.dvcrun import write_whole
+
+    write_whole()
     with Repo(str(folder)) as repo, repo.lock:
         serial = [stage.addressing for stage in networkx.dfs_postorder_nodes(repo.index.graph)]
         path = str(folder / "dvc.lock")
@@ -220,6 +287,9 @@ def open_session(
         declared = _load(path)  # as the holder before us has left it
         not_committed = _check_history(declared, request, folder)
         _check_remote(declared, folder)
+        if not_committed is None:
+            for line in conclude_left(declared, folder, allow_dirty=request.allow_dirty):
+                display.say(line)
         if request.stage is not None:
             name, target = _round_of(declared, request.stage), request.stage
             _check_stage(target, folder)
@@ -252,14 +322,33 @@ def _load(path: Path) -> Pipeline:
     declared = config.load(path)
     config.check_files(declared, path.parent)
     check_imported(declared)
+    devices(declared.resources.gpus)
     return declared
 
 
 def _check_request(request: Request) -> None:
+    for name in ("round", "template", "stage"):
+        _check_type(name, getattr(request, name), (str,), "text like r3, in quotes", optional=True)
+    for name in ("allow_dirty", "force"):
+        _check_type(name, getattr(request, name), (bool,), "true or false")
+    example = '{"candidates.ppo.kl.coef": 0.02}'
+    _check_type("overrides", request.overrides, (str, Mapping), example, optional=True)
     if request.commit not in get_args(Commit):
         raise BadInput(
             f"commit={request.commit}", rule="one of " + ", ".join(get_args(Commit)), mend="always"
         )
+
+
+def _check_type(
+    name: str, value: Any, kinds: tuple[type, ...], example: str, *, optional: bool = False
+) -> None:
+    if isinstance(value, kinds) or (optional and value is None):
+        return
+    words = {str: "text", bool: "a boolean", Mapping: "a mapping"}
+    rule = " or ".join(words[kind] for kind in kinds) + (" or nothing" if optional else "")
+    raise BadInput(
+        f"{name}={value!r} is of type {type(value).__name__}", rule=rule, mend=f"write {example}"
+    )
 
 
 def _refuse_conflicts(folder: Path) -> None:
@@ -315,20 +404,23 @@ def _check_remote(pipeline: Pipeline, folder: Path) -> None:
 
 def _choose(path: Path, request: Request, continues: str | None) -> str:
     """The round to run, appended if it is new. Under the lock, so that two flows never choose the same next round."""
-    from flows.rounds import append_round, next_round, parse_overrides
+    from flows import rounds
 
-    pipeline = config.load(path)
-    last = list(pipeline.rounds)[-1]
-    status = champion.status(path.parent, last)
-    name = request.round or continues
-    if name is None and status == "awaiting":
-        name = last
-    if name is None or (name not in pipeline.rounds and config.ROUND_NAME.fullmatch(name)):
-        try:
-            following, is_new = next_round(pipeline, path.parent)
-        except BadInput as error:
-            raise (LoopStopped(str(error)) if status == "stopped" else error) from None
-        if name is not None and not is_new:
+    pipeline, folder = config.load(path), path.parent
+    name = continues or request.round
+    is_new = name is None or (
+        name not in pipeline.rounds and config.ROUND_NAME.fullmatch(name) is not None
+    )
+    holder = None
+    if is_new or name in pipeline.rounds:
+        holder = rounds.awaited(pipeline, folder, None if is_new else name)
+    if holder is not None:
+        if name is not None or champion.status(folder, holder) != "awaiting":
+            raise _refusal(folder, holder)
+        name = holder
+    elif is_new:
+        following, absent = rounds.next_round(pipeline, folder)
+        if name is not None and not absent:
             raise BadInput(
                 f"{name} is not declared, and {following} is not decided yet",
                 where=str(path),
@@ -336,10 +428,19 @@ def _choose(path: Path, request: Request, continues: str | None) -> str:
                 mend=f"python -m flows run --round {following}",
             )
         name = name or following
-    overrides = parse_overrides(request.overrides) if request.overrides else None
+    assert name is not None
+    overrides = rounds.parse_overrides(request.overrides) if request.overrides else None
     if name not in pipeline.rounds or overrides or request.template:
-        append_round(path, name, template=request.template, overrides=overrides)
+        rounds.append_round(path, name, template=request.template, overrides=overrides)
     return name
+
+
+def _refusal(folder: Path, holder: str) -> BadInput:
+    """That a round waits for this one's decision; of a stopped one, in the kind that ends a tick well."""
+    from flows import rounds
+
+    error = rounds.undecided(folder, holder)
+    return error if champion.status(folder, holder) == "awaiting" else LoopStopped(str(error))
 
 
 def _round_of(pipeline: Pipeline, stage: str) -> str:

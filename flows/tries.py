@@ -333,7 +333,7 @@ def _write_settings(grid: Grid, folder: Path, place: Path) -> None:
     dvc.mkdir(exist_ok=True)
     for name in ("config", "config.local"):
         if (folder / ".dvc" / name).is_file():
-            shutil.copyfile(folder / ".dvc" / name, dvc / name)
+            shutil.copy(folder / ".dvc" / name, dvc / name)  # mode too: it may hold secrets
     _share_cache(folder, dvc)
 
 
@@ -415,9 +415,10 @@ def run_grid(
     Raises:
         StageFailed: points failed; the others' results are written.
     """
-    from flows.runner import Runner, workspace_lock
+    from flows.runner import Runner, devices, workspace_lock
     from rlhf import tracking
 
+    devices(pipeline.resources.gpus)
     home = folder / PLACE / grid.name
     home.mkdir(parents=True, exist_ok=True)
     check_ready(grid, folder)

@@ -1,8 +1,13 @@
-"""systemd user units for a project folder's server, worker and MLflow, from the templates in infra/systemd."""
+"""systemd user units for a project folder's server, worker and MLflow, from the templates in infra/systemd.
+
+They are named after the folder, so that every folder of a user has its own.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,7 +29,9 @@ def filled(folder: Path) -> dict[str, str]:
             mend="git clone it and pip install -e .",
         )
     python = Path(sys.executable)
+    prefix = prefix_of(folder)
     words = {
+        "@UNIT@": prefix,
         "@DIRECTORY@": str(folder).replace("%", "%%"),
         "@NAME@": folder.name.replace("%", "%%"),
         "@PYTHON@": _quoted(str(python)).replace("$", "$$"),
@@ -36,8 +43,15 @@ def filled(folder: Path) -> dict[str, str]:
         text = template.read_text(encoding="utf-8")
         for mark, value in words.items():
             text = text.replace(mark, value)
-        found[template.name] = text
+        found[template.name.replace("roundhouse", prefix, 1)] = text
     return found
+
+
+def prefix_of(folder: Path) -> str:
+    """How the names of a folder's units begin: its own name for people, a digest of its path for what is unique."""
+    folder = folder.resolve()
+    name = re.sub(r"[^A-Za-z0-9_.]+", "-", folder.name)[:40].strip("-.") or "project"
+    return f"roundhouse-{name}-{hashlib.sha256(os.fsencode(folder)).hexdigest()[:8]}"
 
 
 def install(folder: Path) -> list[str]:

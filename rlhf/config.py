@@ -60,7 +60,7 @@ from rlhf.sections import (
     divisors,
 )
 
-ROUND_NAME = re.compile(r"r[0-9]+(_[a-z0-9]+)*")
+ROUND_NAME = re.compile(r"r(0|[1-9][0-9]*)(_[a-z0-9]+)*")
 SPLITS = ("sft", "preferences", "rl", "choose", "report")
 
 
@@ -704,7 +704,7 @@ def _cross_checks(raw: Mapping[str, Any]) -> Iterator[str]:
             continue
         if name == "r0" or not ROUND_NAME.fullmatch(name):
             yield (
-                f"rounds.{name}: a round is named r1, r2, ... or r2_variant "
+                f"rounds.{name}: a round is named r1, r2, ... or r2_variant, without leading zeros "
                 "(r0 is the fine-tuned start); rename it"
             )
         if isinstance(body, dict):

@@ -37,7 +37,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from rlhf import champion
 from rlhf.errors import BadInput
@@ -55,6 +55,7 @@ TRY_VARIABLE = "ROUNDHOUSE_TRY"
 FLOW_RUN_VARIABLES = ("ROUNDHOUSE_FLOW_RUN_ID", "PREFECT__FLOW_RUN_ID")
 SPOOL = Path(".scratch/tracking")
 UI = "http://127.0.0.1:5000"
+"""Where MLflow's pages are while its store is a file."""
 
 _log = logging.getLogger(__name__)
 _REGISTRY = "registry.jsonl"  # events that belong to no one run: champions, output hashes
@@ -215,8 +216,11 @@ class Run:
         self._append({"event": "tags", "tags": {k: str(v) for k, v in tags.items()}})
 
     def note(self, markdown: str) -> None:
-        """Text shown above the run."""
-        self.tags({"mlflow.note.content": markdown})
+        """Text shown above the run, and below it links that overlay the round's candidates and all rounds.
+
+        The links are also tags, `rlhf.link.candidates` and so on.
+        """
+        self._append({"event": "note", "markdown": markdown})
 
     def link(self, name: str, target: str) -> None:
         """An address or path worth following from this run, as the tag `rlhf.link.<name>`."""
@@ -422,14 +426,32 @@ def log_rounds(
     return True
 
 
-def links(pipeline: Pipeline, round: str, ui: str = UI, folder: str | Path = ".") -> dict[str, str]:
+def ui_address(uri: str | None, folder: str | Path = ".") -> str:
+    """Where MLflow's pages are: at the server that the runs go to, if there is one. Never with its password.
+
+    Args:
+        uri: `tracking.uri`.
+        folder: where `pipeline.yaml` is.
+    """
+    parts = urlsplit(tracking_uri(uri, Path(folder)))
+    if parts.scheme not in ("http", "https"):
+        return UI
+    host = parts.netloc.rpartition("@")[2]
+    return f"{parts.scheme}://{host}{parts.path.rstrip('/')}"
+
+
+def links(
+    pipeline: Pipeline, round: str, ui: str | None = None, folder: str | Path = "."
+) -> dict[str, str]:
     """Addresses worth opening.
 
     `candidates` (every candidate judged along its path, overlaid), `metric` (one of these curves,
     large), `training` (the training curves, overlaid) and `round` (the gate).
 
     Only what the round has is returned: nothing before its first run was sent to MLflow.
+    `ui` is MLflow's address, by default `ui_address`.
     """
+    ui = ui or ui_address(pipeline.tracking.uri, folder)
     states = [
         state
         for path in sorted((Path(folder) / SPOOL).glob("*.state.json"))
@@ -456,7 +478,11 @@ def links(pipeline: Pipeline, round: str, ui: str = UI, folder: str | Path = "."
 
 
 def try_links(
-    pipeline: Pipeline, round: str, place: str | Path, ui: str = UI, folder: str | Path = "."
+    pipeline: Pipeline,
+    round: str,
+    place: str | Path,
+    ui: str | None = None,
+    folder: str | Path = ".",
 ) -> dict[str, str]:
     """Addresses that overlay a try's candidates with the round's own.
 
@@ -467,9 +493,10 @@ def try_links(
         pipeline: the project's configuration.
         round: like `r2`.
         place: the try's folder.
-        ui: MLflow's address.
+        ui: MLflow's address, by default `ui_address`.
         folder: the project's folder.
     """
+    ui = ui or ui_address(pipeline.tracking.uri, folder)
     states = [
         state
         for home, kind in ((Path(folder), "evaluation"), (Path(place), "try-evaluation"))
@@ -918,6 +945,8 @@ class _Spool:
         client, run_id = self._mlflow(), self._state["run_id"]
         if event["event"] == "tags":
             _log_batches(client, run_id, tags=_tag_values(event["tags"]))
+        elif event["event"] == "note":
+            self._send_note(event["markdown"])
         elif event["event"] == "dataset":
             self._send_dataset(event)
         elif event["event"] == "file":
@@ -927,6 +956,16 @@ class _Spool:
                 client.delete_tag(run_id, "rlhf.error")  # of an attempt that was stopped
             client.set_terminated(run_id, status=event["status"], end_time=event["time"])
             self._state["status"] = event["status"]
+
+    def _send_note(self, markdown: str) -> None:
+        """The note's links are relative: they work at whatever address the page was opened."""
+        found = _overlays(self._state["experiment_id"], self._start["tags"]["rlhf.round"])
+        listed = "\n".join(f"- [{_OVERLAYS[name]}]({link})" for name, link in found.items())
+        text = markdown[: _MAX_TAG_LENGTH - len(listed) - 2]
+        ui = ui_address(self._start["uri"], self._folder)
+        tags = {f"rlhf.link.{name}": f"{ui}/{link}" for name, link in found.items()}
+        tags["mlflow.note.content"] = f"{text}\n\n{listed}"
+        _log_batches(self._mlflow(), self._state["run_id"], tags=_tag_values(tags))
 
     def _send_dataset(self, event: dict[str, Any]) -> None:
         from mlflow.entities import Dataset, DatasetInput, InputTag
@@ -1271,11 +1310,35 @@ def _telling_metric(curves: Iterable[Sequence[str]]) -> str | None:
     return shared[0] if shared else None
 
 
-def _charts_link(ui: str, experiment: str, round: str, kind: str, *, tries: bool = False) -> str:
-    """The runs of one kind in a round as overlaid line charts; with its tries if asked."""
+_OVERLAYS = {
+    "candidates": "this round's candidates, judged",
+    "training": "this round's training curves",
+    "rounds": "the candidates of all rounds, judged",
+    "gate": "what each round promoted",
+}
+
+
+def _overlays(experiment: str, round: str) -> dict[str, str]:
+    """Charts that overlay a round's candidates, and all rounds; relative to MLflow's address."""
+    return {
+        name: _charts_link("", experiment, of, kind).lstrip("/")
+        for name, of, kind in (
+            ("candidates", round, "evaluation"),
+            ("training", round, "policy"),
+            ("rounds", None, "evaluation"),
+            ("gate", None, "round"),
+        )
+    }
+
+
+def _charts_link(
+    ui: str, experiment: str, round: str | None, kind: str, *, tries: bool = False
+) -> str:
+    """The runs of one kind in a round, or in all, as overlaid line charts; with its tries if asked."""
     where = " and ".join(
         f"tags.`rlhf.{tag}` = '{value}'"
         for tag, value in (("round", round), ("kind", kind), ("current", "true"))
+        if value is not None
     )
     if tries:
         where = where.replace(f"= '{kind}'", f"LIKE '%{kind}'")

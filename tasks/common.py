@@ -18,6 +18,7 @@ log = logging.getLogger("roundhouse")
 SOURCE = Path("data/source")
 TABLES = Path("data/tables")
 RUNS = Path("runs")
+INITIAL_METRICS = RUNS / "r0/metrics/sft.json"
 EARLIER = "earlier.parquet"
 """In a round's preferences: earlier rounds' pairs that it does not use, for the rounds after it."""
 
@@ -118,3 +119,16 @@ def need(path: Path) -> Path:
             mend=command,
         )
     return path
+
+
+def initial_weights() -> str:
+    """The hash of r0's weights, as sft names it: what pins them for a stage that reads them."""
+    found = artifacts.read_json(need(INITIAL_METRICS)).get("weights_sha256")
+    if not isinstance(found, str):
+        raise BadInput(
+            "weights_sha256 is missing",
+            where=str(INITIAL_METRICS),
+            rule="sft names the weights that it made",
+            mend="dvc repro --force sft",
+        )
+    return found

@@ -37,7 +37,6 @@ from tasks import common
 log = logging.getLogger("roundhouse")
 
 INITIAL = common.RUNS / "r0/promoted"
-INITIAL_METRICS = common.RUNS / "r0/metrics/sft.json"  # names the weights of INITIAL
 Trainer = RlTrainer | PreferenceTrainer | OnlinePreferenceTrainer
 
 NUM_PROBES = 64  # answers sampled at a checkpoint where training itself samples none
@@ -48,6 +47,8 @@ def run(pipeline: config.Pipeline, name: str) -> None:
     clock = Clock(f"policy@{name}")
     candidate = common.of_candidate(pipeline, name)
     init = common.of_round(pipeline, candidate.round).init
+    if "initial" in (init, candidate.reference):
+        common.initial_weights()
     common.prepare_torch(pipeline.resources.threads.policy)
     settings = {
         "candidate": candidate.model_dump(by_alias=True),
@@ -55,7 +56,7 @@ def run(pipeline: config.Pipeline, name: str) -> None:
         "seed": pipeline.seed,
     }
     inputs = [
-        common.TABLES, common.RUNS / candidate.from_ / "promoted", INITIAL_METRICS,
+        common.TABLES, common.RUNS / candidate.from_ / "promoted", common.INITIAL_METRICS,
         common.RUNS / candidate.learns_from,
     ]  # fmt: skip
     with resume.open_scratch(

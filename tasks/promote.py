@@ -277,25 +277,12 @@ def _parent(declared: config.Round) -> dict[str, Any]:
     """The policy that the candidates of a round started as: whose it is, and its hash."""
     start = {"round": "r0", "candidate": None}
     if declared.init == "initial":
-        return {**start, "weights": _start_weights(common.RUNS / "r0" / "metrics" / "sft.json")}
+        return {**start, "weights": common.initial_weights()}
     policy = common.need(common.RUNS / declared.from_ / "promoted")
     if (policy / LINEAGE).exists():
         written = artifacts.read_json(policy / LINEAGE)
         start = {key: written[key] for key in start}
     return {**start, "weights": policy_digest(policy)}
-
-
-def _start_weights(path: Path) -> str:
-    """The hash of r0's weights, as sft names it."""
-    found = artifacts.read_json(common.need(path)).get("weights_sha256")
-    if not isinstance(found, str):
-        raise BadInput(
-            "weights_sha256 is missing",
-            where=str(path),
-            rule="sft names the weights that it made",
-            mend="dvc repro --force sft",
-        )
-    return found
 
 
 # --- reading -------------------------------------------------------------------------------------

@@ -472,6 +472,13 @@ PREFERENCES, REWARD = "rounds.r1.preferences", "rounds.r1.reward_model"
             ["rounds.R2: a round is named r1, r2", "rounds.R2: has no candidate"],
         ),
         (
+            lambda r: r["rounds"].update({"r02": r["rounds"]["r1"]}),
+            [
+                "rounds.r02: a round is named r1, r2, ... or r2_variant, without leading zeros",
+                "rounds.r02: has no candidate",
+            ],
+        ),
+        (
             lambda r: r["rounds"].update({"r0": r["rounds"]["r1"]}),
             ["rounds.r0: a round is named r1, r2", "rounds.r0: has no candidate"],
         ),

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
 import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from flows import lineage
 from rlhf import config, tracking
 from rlhf.errors import Interrupted
 from rlhf.lifeline import ident
@@ -450,6 +453,64 @@ def test_output_hashes_and_links(pipeline: config.Pipeline, folder: Path) -> Non
     for name, kind in (("candidates", "evaluation"), ("training", "policy")):
         assert "/runs?workflowType=machine_learning&compareRunsMode=CHART&" in found[name]
         assert f"kind%60%20%3D%20%27{kind}%27" in found[name]
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_links_lead_to_the_server_that_has_the_runs(
+    pipeline: config.Pipeline, folder: Path, monkeypatch: pytest.MonkeyPatch, declared: bool
+) -> None:
+    with start(pipeline, folder, key="evaluate@r1-ppo", kind="evaluation") as run:
+        run.metrics({"evaluation/proxy_mean": 1.0}, 0)
+    address = "https://who:secret@tracking.example:8443/mlflow/"
+    if declared:
+        pipeline = pipeline.model_copy(update={"tracking": config.Tracking(uri=address)})
+    else:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+    reader = lineage._Reader(folder, disk=True)
+    if declared:
+        (state,) = (folder / tracking.SPOOL).glob("*.state.json")
+        state.write_text(json.dumps({**json.loads(state.read_text()), "uri": address}))
+    found = [
+        *tracking.links(pipeline, "r1", folder=folder).values(),
+        *tracking.try_links(pipeline, "r1", folder / "nowhere", folder=folder).values(),
+        str(reader._link("evaluate@r1-ppo")),
+    ]
+    assert len(found) == 5
+    assert all(url.startswith("https://tracking.example:8443/mlflow/#/") for url in found), found
+
+
+def test_a_rounds_run_has_links_that_overlay_its_candidates_and_all_rounds(
+    pipeline: config.Pipeline, folder: Path
+) -> None:
+    kinds = (("policy", "policy"), ("evaluate", "evaluation"))
+    for round in ("r1", "r2"):
+        for stage, kind in kinds:
+            for name in ("ppo", "dpo"):
+                key = f"{stage}@{round}-{name}"
+                with start(pipeline, folder, key=key, round=round, name=key, kind=kind):
+                    pass
+        key = f"promote@{round}"
+        with start(pipeline, folder, key=key, round=round, name=round, kind="round") as run:
+            run.note("**promoted**" + " long" * 2000)
+    (found,) = (run for run in runs(folder) if run.info.run_name == "r1")
+    note = found.data.tags["mlflow.note.content"]
+    assert note.startswith("**promoted**")
+    relative = re.findall(r"^- \[.+\]\((#/experiments/.+)\)$", note, re.MULTILINE)
+    names = ("candidates", "training", "rounds", "gate")
+    assert [found.data.tags[f"rlhf.link.{name}"] for name in names] == [
+        f"{tracking.UI}/{link}" for link in relative
+    ]
+    shown = [
+        {"evaluate@r1-ppo", "evaluate@r1-dpo"},
+        {"policy@r1-ppo", "policy@r1-dpo"},
+        {f"evaluate@{round}-{name}" for round in ("r1", "r2") for name in ("ppo", "dpo")},
+        {"r1", "r2"},
+    ]
+    client = tracking._client(None, folder)
+    for link, expected in zip(relative, shown, strict=True):
+        query = parse_qs(urlsplit(link.removeprefix("#")).query)
+        listed = client.search_runs([found.info.experiment_id], query["searchFilter"][0])
+        assert {run.info.run_name for run in listed} == expected
 
 
 STAGE = """

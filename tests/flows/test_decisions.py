@@ -241,6 +241,16 @@ def test_a_rollback_is_written_with_the_last_round_that_it_goes_before(project: 
     assert champion.champion(pipeline, project) == champion.Champion("r0", None, "rollback")
 
 
+def test_a_rollback_is_taken_back_whole(project: Path) -> None:
+    text = (project / "pipeline.yaml").read_text()
+    judged(project, "r1", "promoted")
+    (project / "runs/r0/promoted").mkdir(parents=True)
+    assert not decisions.rollback(project, "none", because="so")
+    assert decisions.rollback(project, "r0", because="it flatters", by="Ada")
+    assert decisions.rollback(project, "none", because="it does not")
+    assert (project / "pipeline.yaml").read_text() == text
+
+
 def test_a_declared_round_that_starts_there_counts_as_later(project: Path) -> None:
     more_rounds(project, 3, r3="r1")
     for name in ("r1", "r2"):
@@ -392,6 +402,17 @@ def test_a_decision_reaches_dvc_git_and_mlflow_and_can_be_taken_back(
     assert version.tags["rlhf.round"] == "r0"
     assert client.get_registered_model("reviews").tags["champion.by"] == "Ada"
     assert "start over" in git(project, "log", "-1", "--format=%B")
+
+    told = decisions.carry_out_rollback(".", "none", because="it was not it", by="Ada")
+    assert told == [
+        "champion: r1-ppo (runs/r1/promoted)",
+        "the next round that is appended starts from r1",
+    ]
+    assert client.get_model_version_by_alias("reviews", "champion").tags["rlhf.round"] == "r1"
+    subject = git(project, "log", "-1", "--format=%s").strip()
+    assert subject == "Rollback taken back: it was not it"
+    told = decisions.carry_out_rollback(".", "none", because="it was not it")
+    assert told == ["no rollback is declared; champion: r1-ppo (runs/r1/promoted)"]
 
 
 def test_a_wrong_command_is_exit_code_2_without_a_traceback(project: Path, flows: Flows) -> None:

@@ -437,3 +437,21 @@ def test_a_stopped_loop_appends_nothing_until_a_person_decides(place: Deployed) 
     assert place.flows("decide", name, "keep", "--because", "go on").returncode == 0
     assert place.end_of(place.run())["type"] == "COMPLETED"
     assert list(config.load(place.folder / "pipeline.yaml").rounds)[-1] != name
+
+
+def test_a_run_of_rounds_declared_ahead_asks_about_the_first(place: Deployed) -> None:
+    """The answer concludes the round that was asked about; the next run takes the other."""
+    name = place.next_round()
+    for _ in range(2):
+        assert place.flows("round", "add").returncode == 0
+    other = list(config.load(place.folder / "pipeline.yaml").rounds)[-1]
+    place.tell("NOPASS", "")
+    run = place.run(round=other)
+    assert place.end_of(run)["name"] == "Suspended"
+    place.answer(run, choice="keep", comment="both drift")
+    assert place.state(run)["type"] == "COMPLETED"
+    assert place.git("tag", "--list", f"round/{name}") == f"round/{name}"
+    assert f"promote@{other}" not in place.ran()
+    place.untell()
+    assert place.end_of(place.run())["type"] == "COMPLETED"
+    assert f"promote@{other}" in place.ran()

@@ -14,6 +14,7 @@ import pytest
 
 from flows import history
 from rlhf.errors import BadInput, StageFailed
+from rlhf.lifeline import alive, ident
 
 PIPELINE = """\
 # settings
@@ -327,18 +328,19 @@ def test_a_lock_that_nobody_holds_is_named(project: Path, monkeypatch: pytest.Mo
 def test_a_process_killed_while_a_hook_runs_leaves_what_the_next_one_mends(project: Path) -> None:
     path = project / ".git/hooks/pre-commit"
     path.parent.mkdir(exist_ok=True)
-    path.write_text("#!/bin/sh\ntouch ../started 2>/dev/null || touch started\nsleep 1.5\n")
+    path.write_text("#!/bin/sh\necho $$ > ../hook.pid\nmv ../hook.pid ../started\nsleep 60\n")
     path.chmod(0o755)
     ran(project, r1="aa")
     program = f"from flows import history; history.commit_round({str(project)!r}, 'r1', 'r1')"
     child = subprocess.Popen(
         [sys.executable, "-c", program], cwd=Path(__file__).parents[2], start_new_session=True
     )
-    started = (project.parent / "started", project / "started")
-    wait_until(lambda: any(path.exists() for path in started))
-    child.kill()  # git itself lives on and finishes
+    started = project.parent / "started"
+    wait_until(started.exists)
+    hook = ident(int(started.read_text()))
+    child.kill()
     child.wait()
-    wait_until(lambda: not (project / ".git/index.lock").exists())
+    wait_until(lambda: not (project / ".git/index.lock").exists() and not alive(hook))
     path.unlink()
     history.commit_round(project, "r1", "r1")
     assert git(project, "log", "--format=%s").split("\n") == ["r1", "all"]
@@ -362,6 +364,15 @@ def test_paths_are_committed_alone(project: Path) -> None:
     assert committed(project) == ["pipeline.yaml"]
     assert not git(project, "tag")
     assert history.commit_paths(project, ["pipeline.yaml"], "again") is None
+
+
+def test_rounds_without_tag_and_commit_are_found(project: Path) -> None:
+    ran(project, r1="aa", r2="bb")
+    assert history.never_committed(project, ["r1", "r2"]) == ["r1", "r2"]
+    history.commit_round(project, "r1", "r1")
+    assert history.never_committed(project, ["r1", "r2"]) == ["r2"]
+    git(project, "tag", "--delete", "round/r1")  # as in a clone without tags
+    assert history.never_committed(project, ["r1", "r2"]) == ["r2"]
 
 
 def test_a_name_like_a_pattern_is_a_name(project: Path) -> None:
@@ -443,6 +454,58 @@ def test_what_no_commit_holds_is_refused_unless_told(
     with pytest.raises(BadInput, match="--allow-dirty"):
         history.check(project)
     history.check(project, allow_dirty=True)
+
+
+@pytest.mark.parametrize("change", [edit_setting, edit_old_candidate, edit_stages])
+def test_what_is_edited_during_a_run_is_not_committed_with_it(
+    project: Path, change: Callable[[Path], None]
+) -> None:
+    ran(project, r1="aa")
+    history.commit_round(project, "r1", "r1")
+    head = git(project, "rev-parse", "HEAD")
+    (project / "pipeline.yaml").write_text(R2)
+    history.check(project)
+    ran(project, r1="aa", r2="bb")
+    change(project)
+    with pytest.raises(StageFailed, match=r"r2 is done, but not in git(.|\n)*undo the edit"):
+        history.commit_round(project, "r2", "r2")
+    assert git(project, "rev-parse", "HEAD") == head
+    assert git(project, "tag") == "round/r1"
+    (project / "pipeline.yaml").write_text(R2)
+    (project / "dvc.yaml").write_text("stages: {}\n")
+    assert history.commit_round(project, "r2", "r2") is not None
+
+
+@pytest.mark.parametrize("in_git", [False, True])
+@pytest.mark.parametrize("stage", ["policy@r2-ppo", "data"])
+def test_no_tag_on_settings_that_the_results_were_not_made_with(
+    project: Path, stage: str, in_git: bool
+) -> None:
+    (project / "pipeline.yaml").write_text(R2)
+    ran(project, r2="bb")
+    made = (
+        f"  {stage}:\n    cmd: x\n    params:\n      pipeline.yaml:\n        candidates.r2-ppo:\n"
+        "          round: r2\n          steps: 3\n"
+        f"    outs:\n    - path: {'data/tables' if stage == 'data' else 'runs/r2/policies/r2-ppo'}\n"
+        "      md5: cc\n"
+    )
+    with (project / "dvc.lock").open("a") as file:
+        file.write(made)
+        # No longer declared, its entry still there:
+        file.write("  policy@r2-gone:" + made[made.index("\n") :].replace("r2-ppo", "r2-gone"))
+    (project / "pipeline.yaml").write_text(R2.replace("round: r2, steps: 3", "round: r2, steps: 4"))
+    if in_git:
+        git(project, "commit", "-qm", "edited", "pipeline.yaml")
+    for allow_dirty in (False, True):
+        with pytest.raises(StageFailed, match=f"than pipeline.yaml has: {stage}\n"):
+            history.commit_round(project, "r2", "r2", allow_dirty=allow_dirty)
+    assert git(project, "tag") == ""
+    (project / "pipeline.yaml").write_text(R2)
+    assert history.misfit(project, "r2") is None
+    if in_git:
+        git(project, "commit", "-qm", "back", "pipeline.yaml")
+    history.commit_round(project, "r2", "r2")
+    assert git(project, "tag") == "round/r2"
 
 
 def test_what_a_killed_round_leaves_is_its_own(project: Path) -> None:

@@ -17,8 +17,9 @@ import pytest
 from conftest import ROOT, child_environment
 from ruamel.yaml import YAML
 
+from flows.editing import set_value
 from flows.plan import make_plan
-from flows.runner import Outcome, Runner, _how_it_ended, workspace_lock
+from flows.runner import Outcome, Runner, _how_it_ended, devices, workspace_lock
 from flows.session import Request, open_session, order_lock
 from rlhf.errors import BadInput, StageFailed
 
@@ -161,6 +162,52 @@ def test_which_gpu_a_stage_is_given(place: Path, monkeypatch: pytest.MonkeyPatch
             assert third == ""
     with Runner(place, gpus=0)._device("x", True) as free:
         assert free is None
+
+
+@pytest.mark.parametrize("hidden", ["", " ", "-1", "-1,0"])
+def test_hidden_gpus_are_not_handed_out(
+    place: Path, monkeypatch: pytest.MonkeyPatch, hidden: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    assert devices(0) == []
+    set_gpus(place, 2)
+    before = (place / "pipeline.yaml").read_bytes()
+    with pytest.raises(BadInput, match=r"resources\.gpus is 2, and CUDA_VISIBLE_DEVICES"):
+        with open_session(Request(commit="never"), place):
+            pass
+    assert (place / "pipeline.yaml").read_bytes() == before
+
+
+def set_gpus(place: Path, count: int) -> None:
+    path = place / "pipeline.yaml"
+    path.write_text(set_value(path.read_text(), "resources.gpus", count))
+
+
+def test_who_waits_for_a_gpu_leaves_the_slot_to_others(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (place / "SLEEP").write_text("first")
+    program = "import sys, stub; sys.argv = [sys.argv[0], sys.argv[-1]]; stub.main()"
+    monkeypatch.setattr("flows.runner._DVC", [sys.executable, "-c", program])
+    waits = threading.Event()
+    runner = Runner(place, parallel=2, gpus=1, on_note=lambda name, words: waits.set())
+    threads = [
+        threading.Thread(target=runner.run, args=(name,), kwargs={"gpu": gpu})
+        for name, gpu in (("first", True), ("second", True), ("third", False))
+    ]
+    threads[0].start()
+    wait_until((place / "sleeping.pid").exists)
+    threads[1].start()
+    assert waits.wait(30)
+    threads[2].start()
+    try:
+        wait_until(lambda: "third" in runner.outcomes, 10)
+        assert set(runner.outcomes) == {"third"}
+    finally:
+        (place / "GO").touch()
+        for thread in threads:
+            thread.join(timeout=60)
+    assert all(runner.outcomes[name].ok for name in ("first", "second", "third"))
 
 
 # --- other processes on the same checkout ---

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,15 +12,18 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import finished
 import pytest
 import stub
 from conftest import child_environment
 
 from flows import deployments
+from flows.plan import Stage
+from flows.rounds import append_round
 from flows.runner import Runner
-from flows.session import LoopStopped, Request, open_session
+from flows.session import LoopStopped, Request, Session, open_session
 from rlhf import config
-from rlhf.errors import BadInput
+from rlhf.errors import BadInput, StageFailed
 from rlhf.lifeline import alive, ident
 
 Flows = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -221,6 +225,82 @@ def test_no_round_follows_one_that_a_person_has_still_to_decide(project: Path) -
     assert list(config.load(project / "pipeline.yaml").rounds) == ["r1"]
 
 
+def test_a_round_that_is_declared_waits_for_the_person_too(project: Path) -> None:
+    append_round(project / "pipeline.yaml", "r2")
+    decide(project, status="awaiting", promoted=None)
+    assert chosen(project) == "r1"  # whose question it is
+    with pytest.raises(BadInput, match="awaited on r1"):
+        chosen(project, round="r2")
+    decide(project, status="stopped", promoted=None)
+    for wish in ({}, {"round": "r2"}, {"round": "r3"}):
+        with pytest.raises(LoopStopped, match="stopped at r1"):
+            chosen(project, **wish)
+    assert list(config.load(project / "pipeline.yaml").rounds) == ["r1", "r2"]
+
+
+@pytest.mark.parametrize("status", ["promoted", "stopped", "awaiting"])
+def test_of_rounds_declared_ahead_none_starts_behind_one_that_a_person_decides(
+    project: Path, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flows import round as flow
+
+    append_round(project / "pipeline.yaml", "r2")
+    ran: dict[str, list[str]] = {}
+
+    def stand_in(session: Session, name: str, plan: list[Stage]) -> None:
+        ran[name] = [stage.name for stage in plan]
+        decide(
+            project, name, **({} if status == "promoted" else {"status": status, "promoted": None})
+        )
+
+    monkeypatch.setattr(flow, "_run_stages", stand_in)
+    with open_session(Request(commit="never"), project) as session:
+        assert flow._run_rounds(session) is None
+        if status == "promoted":
+            assert (session.round, session.rounds) == ("r2", ["r1", "r2"])
+            assert "data" not in ran["r2"]
+            assert ran["r2"][-1] == "promote@r2"
+            return
+        assert (session.round, session.rounds, session.status) == ("r1", ["r1"], status)
+        assert list(ran) == ["r1"]
+        assert "promote@r1" in session.stages
+        assert "promote@r2" not in session.stages
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_rounds_that_were_run_without_a_flow_are_concluded_first(
+    project: Path, others: int
+) -> None:
+    finished.start(project)
+    finished.run(project, "r1", "r0")
+    if others:
+        append_round("pipeline.yaml", "r2")
+        finished.run(project, "r2", "r1")
+    finished.dvc(project, "commit", "--force")
+    declared = (project / "pipeline.yaml").read_text()
+    assert chosen(project) == f"r{others + 2}"  # nothing is committed where that is turned off
+    (project / "pipeline.yaml").write_text(declared)
+    assert git(project, "tag") == ""
+    assert chosen(project, commit="always") == f"r{others + 2}"
+    names = ["r1", "r2"][: others + 1]
+    assert git(project, "tag").split() == [f"round/{name}" for name in names]
+    assert git(project, "show", "round/r1:pipeline.yaml").strip() == declared.strip()
+    for name in names:
+        record = json.loads(git(project, "show", f"round/{name}:runs/{name}/metrics/lineage.json"))
+        assert record["round"] == name
+    subjects = git(project, "log", "--reverse", "--format=%s").splitlines()[1:]
+    assert [subject.split(":")[0] for subject in subjects] == [f"Round {name}" for name in names]
+
+
+def test_a_result_that_dvc_has_not_recorded_is_not_concluded(project: Path) -> None:
+    finished.start(project)
+    finished.run(project, "r1", "r0")
+    finished.dvc(project, "commit", "--force")
+    decide(project, status="kept", promoted=None)
+    assert chosen(project, commit="always") == "r2"
+    assert git(project, "tag") == ""
+
+
 def test_a_run_that_is_resumed_keeps_its_round(project: Path) -> None:
     decide(project)
     with open_session(Request(commit="never"), project, continues="r1") as session:
@@ -244,6 +324,85 @@ def test_a_dirty_tree_is_refused_unless_told(project: Path) -> None:
     path.write_text(path.read_text().replace("commit: true", "commit: false"))
     with open_session(Request(), project) as session:
         assert "lineage.commit" in str(session.not_committed)
+
+
+def test_settings_edited_during_a_run_are_not_committed(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flows.overview.log", lambda *_: None)
+    path = project / "pipeline.yaml"
+    declared = path.read_text()
+    with open_session(Request(), project) as session:
+        finished.start(project)
+        finished.run(project, "r1", "r0")
+        finished.dvc(project, "commit", "--force")
+        path.write_text(declared.replace("parallel: 2", "parallel: 1"))
+        with pytest.raises(StageFailed, match=r"r1 is done, but not in git: pipeline\.yaml"):
+            session.conclude()
+    assert git(project, "tag") == ""
+    path.write_text(declared)
+    with open_session(Request(round="r1"), project):
+        assert git(project, "tag") == "round/r1"
+
+
+def test_a_run_that_commits_if_it_can_says_why_it_could_not(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flows.overview.log", lambda *_: None)
+    with open_session(Request(commit="able"), project) as session:
+        finished.start(project)
+        finished.run(project, "r1", "r0")
+        finished.dvc(project, "commit", "--force")
+        (project / "dvc.yaml").open("a").write("# edited\n")
+        session.conclude()
+        assert "r1 is done, but not in git: dvc.yaml" in session.committed
+    assert git(project, "tag") == ""
+
+
+def test_a_left_round_whose_settings_were_edited_is_made_anew_not_committed(
+    project: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    finished.start(project)
+    finished.run(project, "r1", "r0")
+    finished.dvc(project, "commit", "--force")
+    path = project / "pipeline.yaml"
+    path.write_text(re.sub(r"(  r1-ppo:\n(?:    .*\n)*?    steps:) \d+", r"\1 3", path.read_text()))
+    git(project, "commit", "-qm", "edited", "pipeline.yaml")
+    with open_session(Request(round="r1"), project) as session:
+        assert "policy@r1-ppo" in [name for name, stage in session.stages.items() if stage.runs]
+    assert git(project, "tag") == ""
+    said = "".join(capfd.readouterr())
+    assert "r1 is decided, but not in git" in said
+    assert "policy@r1-ppo" in said
+
+
+@pytest.mark.parametrize(
+    ("wish", "words"),
+    [
+        ({"round": 3}, "round=3 is of type int"),
+        ({"round": True}, "round=True"),
+        ({"round": 3.0}, "round=3.0"),
+        ({"template": 1}, "template=1"),
+        ({"stage": ["data"]}, "stage=['data']"),
+        (
+            {"overrides": [1]},
+            "overrides=[1] is of type list\n  rule: text or a mapping or nothing\n  mend: write {",
+        ),
+        (
+            {"allow_dirty": "no"},
+            "allow_dirty='no' is of type str\n  rule: a boolean\n  mend: write true or false",
+        ),
+        ({"force": 1}, "force=1"),
+        ({"round": "r02"}, "without leading zeros"),
+    ],
+)
+def test_a_parameter_of_another_type_is_refused(
+    project: Path, wish: dict[str, object], words: str
+) -> None:
+    with pytest.raises(BadInput) as caught:
+        chosen(project, **wish)
+    assert words in str(caught.value)
+    assert "mend:" in str(caught.value)
 
 
 def test_a_stage_by_itself_reads_what_is_up_to_date(project: Path) -> None:

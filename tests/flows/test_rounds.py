@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -15,7 +14,7 @@ import pytest
 import yaml
 
 from flows import editing, rounds
-from flows.rounds import append_round, next_round, parse_overrides, remove_round
+from flows.rounds import append_round, next_round, parse_overrides
 from rlhf import config
 from rlhf.errors import BadInput
 
@@ -326,7 +325,19 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("overrides", "line"), WRONG)
+BELOW = [
+    (
+        {"candidates.ppo.kl": {"coef": 0.3}, "candidates.r2-ppo.kl.coef": 0.2},
+        "candidates.r2-ppo.kl.coef: below candidates.ppo.kl, which is given too; give one",
+    ),
+    (
+        {"candidates.ppo.kl.coef": 0.2, "candidates.ppo.kl": {"coef": 0.3}},
+        "candidates.ppo.kl.coef: below candidates.ppo.kl, which is given too; give one",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "line"), WRONG + BELOW)
 def test_a_wrong_override_is_named(path: Path, overrides: dict[str, Any], line: str) -> None:
     before = path.read_bytes()
     with pytest.raises(config.ConfigError) as caught:
@@ -474,6 +485,38 @@ def test_no_round_follows_before_a_person_decides(path: Path, status: str) -> No
         next_round(config.load(path), folder)
 
 
+@pytest.mark.parametrize("status", ["stopped", "awaiting"])
+def test_no_round_is_added_behind_one_that_a_person_has_to_decide(path: Path, status: str) -> None:
+    folder = path.parent
+    finished.start(folder)
+    append_round(path, "r2")  # declared ahead
+    append_round(path, "r3", overrides={"from": "r2"})
+    decided(folder, "r1", kept=True, status=status)
+    text = path.read_text()
+    for wish in ({}, {"from": "r1"}):  # r4 would start from r3, which starts from r2, from r1
+        with pytest.raises(BadInput, match=r" r1\n(?s:.*)python -m flows decide r1 keep"):
+            append_round(path, "r4", overrides=wish)
+    with pytest.raises(BadInput, match=r" r1\n(?s:.*)python -m flows decide r1 keep"):
+        next_round(config.load(path), folder)
+    assert path.read_text() == text
+    append_round(path, "r4", overrides={"from": "r0"})  # not behind it
+    assert next_round(config.load(path), folder) == ("r4", False)
+
+
+def test_a_word_counts_before_the_gate_has_heard_it(path: Path) -> None:
+    folder = path.parent
+    finished.start(folder)
+    append_round(path, "r2")
+    decided(folder, "r1", kept=True, status="stopped")
+    word = {"choice": "keep", "candidate": None, "because": "b", "by": "c", "at": "2026-01-31"}
+    path.write_text(editing.set_value(path.read_text(), "rounds.r1.decision", word))
+    assert next_round(config.load(path), folder) == ("r2", False)
+    decided(folder, "r1", kept=True)
+    path.write_text(editing.set_value(path.read_text(), "rounds.r1.decision.choice", "stop"))
+    with pytest.raises(BadInput, match="the loop is stopped at r1"):
+        next_round(config.load(path), folder)
+
+
 def test_after_a_rollback_a_round_starts_from_where_it_went_back_to(path: Path) -> None:
     folder = path.parent
     finished.start(folder)
@@ -506,7 +549,7 @@ def test_a_rollback_is_obeyed_though_a_round_of_the_abandoned_line_is_declared(p
     assert pipeline.candidates["r4-dpo"].from_ == "r0"
 
 
-# --- comparing, removing ---
+# --- comparing ---
 
 
 def test_only_real_differences_are_told(path: Path) -> None:
@@ -524,86 +567,3 @@ def test_only_real_differences_are_told(path: Path) -> None:
     assert found[0][1:] == ("(its start)", "r1")
     with pytest.raises(BadInput, match=r"no round r33(?s:.*)did you mean r3"):
         rounds.compare(pipeline, "r1", "r33")
-
-
-def test_a_round_that_is_removed_leaves_the_file_as_it_was(path: Path) -> None:
-    before = path.read_bytes()
-    append_round(path, "r2", overrides={"candidates.ppo.kl.coef": 0.02}, drop=["dpo"])
-    added = path.read_bytes()
-    done = remove_round(path, "r2")
-    assert path.read_bytes() == before
-    assert done[0] == "r2 and r2-ppo, r2-grpo removed from pipeline.yaml"
-    words = shlex.split(done[-1].partition("to get it back: ")[2])
-    assert words[:6] == ["python", "-m", "flows", "round", "add", "r2"]
-    settings = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
-    append_round(path, "r2", template="r1", overrides=parse_overrides(settings), drop=["dpo"])
-    assert path.read_bytes() == added
-
-
-@pytest.mark.parametrize(
-    ("change", "user"),
-    [
-        ({"rounds.r3.from": "r2"}, "rounds.r3.from"),
-        ({"rounds.r3.sample_from": "r2"}, "rounds.r3.sample_from"),
-        ({"candidates.r3-dpo.learns_from": "r2/preferences"}, "candidates.r3-dpo.learns_from"),
-        (
-            {
-                "rollback": {
-                    "to": "r0",
-                    "after": "r2",
-                    "because": "b",
-                    "by": "c",
-                    "at": "2026-01-31",
-                }
-            },
-            "rollback.after",
-        ),
-    ],
-)
-def test_a_round_that_another_needs_stays(path: Path, change: dict[str, Any], user: str) -> None:
-    append_round(path, "r2")
-    append_round(path, "r3", overrides={"from": change.get("rounds.r3.from", "r1")})
-    text = path.read_text()
-    for key, value in change.items():
-        text = editing.set_value(text, key, value)
-    path.write_text(text)
-    config.load(path)
-    with pytest.raises(BadInput, match="r2 is needed by ") as caught:
-        remove_round(path, "r2", force=True)
-    assert user in str(caught.value)
-    assert path.read_text() == text
-
-
-def test_the_only_round_and_a_round_that_is_not_there_stay(path: Path) -> None:
-    with pytest.raises(BadInput, match="r1 is the only round"):
-        remove_round(path, "r1", force=True)
-    with pytest.raises(BadInput, match="no round r7"):
-        remove_round(path, "r7")
-
-
-def test_a_round_that_has_run_goes_by_force_and_comes_back(project: Path, flows: Flows) -> None:
-    path = project / "pipeline.yaml"
-    assert flows("round", "add", "r2").returncode == 0
-    finished.start(project)
-    for name, before in (("r1", "r0"), ("r2", "r1")):
-        finished.run(project, name, before)
-    finished.dvc(project, "commit", "--force")
-    finished.git(project, "add", "--all")
-    finished.git(project, "commit", "-qm", "two rounds")
-    texts = {name: (project / name).read_text() for name in ("pipeline.yaml", "dvc.lock")}
-    refused = flows("round", "remove", "r2")
-    assert refused.returncode == 2
-    assert "r2 has run: 7 stages in dvc.lock, runs/r2" in refused.stderr
-    assert path.read_text() == texts["pipeline.yaml"]
-    removed = flows("round", "remove", "r2", "--force")
-    assert removed.returncode == 0, removed.stderr
-    assert not (project / "runs/r2").exists()
-    stages = yaml.safe_load((project / "dvc.lock").read_text())["stages"]
-    assert "promote@r1" in stages
-    assert not [stage for stage in stages if "@r2" in stage]
-    back = removed.stdout.splitlines()[-1].partition("to get it back: ")[2]
-    assert back.endswith(" -- pipeline.yaml dvc.lock runs/r2/metrics && dvc checkout")
-    finished.git(project, *shlex.split(back.partition("&&")[0])[1:])
-    finished.dvc(project, "checkout")
-    assert {name: (project / name).read_text() for name in texts} == texts
-    assert finished.dvc(project, "status") == "Data and pipelines are up to date.\n"

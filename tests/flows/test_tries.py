@@ -105,12 +105,16 @@ COEF = "candidates.r1-ppo.kl.coef"
 
 
 def test_a_grid_runs_beside_the_round_and_the_same_grid_runs_nothing(ran: Path) -> None:
+    secrets = ran / ".dvc/config.local"
+    secrets.write_text("[core]\n    analytics = false\n")
+    secrets.chmod(0o600)
     before, git = fingerprint(ran), git_state(ran)
     words = ["--set", f"{COEF}=0.05,0.3", "--json"]
     first = attempt(ran, *words)
     assert first.returncode == 0, first.stderr
     found = json.loads(first.stdout)
     place = ran / ".scratch/tries/r1-ppo"
+    assert (place / ".dvc/config.local").stat().st_mode & 0o777 == 0o600
     names = ["r1-ppo_coef_0_05", "r1-ppo", "r1-ppo_coef_0_3"]  # by the gate's metric
     assert [row["candidate"] for row in found["rows"]] == names
     assert [row["rank_score"] for row in found["rows"]] == pytest.approx([0.95, 0.85, 0.7])

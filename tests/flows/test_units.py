@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -18,10 +19,24 @@ def test_a_folder_of_any_name_is_quoted_as_systemd_reads_it(tmp_path: Path) -> N
     folder = tmp_path / FOLDER
     folder.mkdir()
     found = units.filled(folder)
-    assert set(found) == {f"roundhouse-{name}.service" for name in ("server", "worker", "mlflow")}
-    for text in found.values():
+    assert len(found) == 3
+    for name, text in found.items():
+        assert re.fullmatch(
+            r"roundhouse-a-project-of-100-HOME-\w{8}-(server|worker|mlflow).service", name
+        )
         assert "@" not in text
         assert f'WorkingDirectory={tmp_path}/a "project" of 100%% $HOME\n' in text
+
+
+def test_folders_of_one_name_have_units_of_their_own(tmp_path: Path) -> None:
+    first, second = (units.filled(tmp_path / place / "reviews") for place in ("a", "b"))
+    assert not first.keys() & second.keys()
+    assert set(first) == set(units.filled(tmp_path / "a/reviews"))
+    for found in (first, second):
+        (worker,) = (text for name, text in found.items() if name.endswith("-worker.service"))
+        (wanted,) = re.findall(r"^Wants=(.+)$", worker, re.MULTILINE)
+        assert wanted in found
+        assert f"After={wanted}\n" in worker
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd")

@@ -136,7 +136,8 @@ class Project:
 
     def points(self, stage: str) -> list[tuple[str, int, str, float]]:
         """What a stage (its name in DVC) told MLflow and still stands: curve or summary, step, metric, value."""
-        (path,) = (self.folder / tracking.SPOOL).glob(f"{tracking._file_name(stage)}-*.jsonl")
+        spools = (self.folder / tracking.SPOOL).glob(f"{tracking._file_name(stage)}-*.jsonl")
+        path = max(spools, key=lambda spool: spool.stat().st_mtime_ns)  # others: of other settings
         attempts = tracking._Attempts()
         for event in tracking._Tail(path).read(0)[0]:
             attempts.note(event)

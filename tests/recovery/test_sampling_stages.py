@@ -18,12 +18,12 @@ STAGES: dict[str, tuple[list[str], list[str], str]] = {
     "preferences": (
         ["--round", "r1"],
         ["runs/r1/preferences", "runs/r1/metrics/preferences.json"],
-        "_sample",
+        "_sample_batch",
     ),
     "reward_model": (
         ["--round", "r1"],
         ["runs/r1/reward_model", "runs/r1/metrics/reward_model.json"],
-        "_fit_all",
+        "Learner.update",
     ),
     "evaluate": (
         ["--candidate", "r1-dpo"],
@@ -36,12 +36,13 @@ NEVER = 10**9
 
 @pytest.fixture(scope="module")
 def trained(world: Project, tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """The world with a candidate, checkpoints every other step, and reference answers in two batches."""
+    """The world with a candidate, checkpoints at every step, and samplings of more than one batch."""
     project = world.copy(tmp_path_factory.mktemp("trained") / "a project")
     project.done("policy", "--candidate", "r1-dpo")
 
     def edit(pipeline: dict[str, Any]) -> None:
-        pipeline["resources"]["checkpoints"]["every_steps"] = 2
+        pipeline["resources"]["checkpoints"]["every_steps"] = 1
+        pipeline["evaluation"]["sampling_batch_size"] = 16
         pipeline["rounds"]["r1"]["reward_model"]["num_reference_samples"] = 96
 
     project.change(edit)
@@ -84,12 +85,12 @@ def test_killed_at_random_points_it_ends_as_if_nothing_had_happened(
     dice = random.Random(seed)
     for _ in range(3):
         there.remove(*outputs)
-        at = int(calls * dice.uniform(0.02, 0.3))
+        at = int(calls * dice.uniform(0.2, 0.3))
         print(f"{stage}: seed={seed}, killed at call {at} of {calls}")
         attempt = there.run(stage, *arguments, strike=Strike(at, inside=inside))
         assert attempt.code == -signal.SIGKILL, attempt.log
     there.remove(*outputs)
-    there.done(stage, *arguments)
+    assert "continues after step" in there.done(stage, *arguments).log
     assert there.digest(*outputs) == expected
     assert not there.checkpoints(f"{stage}@{arguments[1]}")
 
@@ -148,6 +149,7 @@ def programs(project: Project, batch_size: int | None) -> None:
     (project.folder / "judges.py").write_text(ASKED)
 
     def edit(pipeline: dict[str, Any]) -> None:
+        pipeline["resources"]["checkpoints"]["every_steps"] = 1000
         pipeline["gold"] = {"kind": "program", "path": "judges", "batch_size": batch_size}
         pipeline["rounds"]["r1"]["preferences"]["labeler"] = {
             "kind": "program", "path": "judges.label", "batch_size": batch_size
@@ -202,15 +204,23 @@ def test_what_gold_has_said_of_a_candidate_is_not_asked_again(there: Project) ->
     assert sum(again.values()) - sum(questions.values()) <= 2 * 20
 
 
-def test_data_is_short_and_runs_again_from_the_start(there: Project) -> None:
+@pytest.mark.parametrize("stage", ["data", "promote"])
+def test_a_short_stage_runs_again_from_the_start(there: Project, stage: str) -> None:
     outputs = ["data/source", "data/tables", "runs/r0/preferences", "runs/r0/reward_model"]
-    calls = there.done("data", strike=Strike(NEVER, inside="run")).calls
+    command: list[str] = [stage]
+    if stage == "promote":
+        outputs = ["runs/r1/promoted", "runs/r1/metrics/decision.json"]
+        command += ["--round", "r1"]
+        there.change(lambda p: [p["candidates"].pop(name) for name in ("r1-ppo", "r1-grpo")])
+        there.done("evaluate", "--candidate", "r1-dpo")
+    calls = there.done(*command, strike=Strike(NEVER, inside="run")).calls
     expected = there.digest(*outputs)
     assert "" not in expected.values()
     for share in (0.3, 0.6, 0.9):
         there.remove(*outputs)
-        attempt = there.run("data", strike=Strike(int(calls * share), inside="run"))
+        attempt = there.run(*command, strike=Strike(int(calls * share), inside="run"))
         assert attempt.code == -signal.SIGKILL
-    there.done("data")
+    there.done(*command)
     assert there.digest(*outputs) == expected
-    assert [p.name for p in (there.folder / "runs/r0").glob(".*")] == []
+    place = (there.folder / outputs[-1]).parent
+    assert [p.name for p in place.glob(".*.new")] == []

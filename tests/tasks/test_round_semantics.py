@@ -26,6 +26,7 @@ from rlhf.models.policy import save_policy
 from rlhf.models.scalar import HEAD_FILE, ScalarModel
 from rlhf.rewards.committee import Committee
 from tasks import data, evaluate, preferences, reward_model
+from tasks import policy as policies
 
 ROOT = Path(__file__).parents[2]
 
@@ -401,6 +402,21 @@ def test_another_policy_in_r0s_place_is_refused(project: Tracked) -> None:
     policy(Path("runs/r0/promoted"), 0.1)
     with pytest.raises(BadInput, match="not the one that its metrics name"):
         evaluated("r2")
+
+
+@pytest.mark.parametrize(
+    ("section", "key"), [("rounds", "init"), ("candidates", "reference")], ids=lambda w: w
+)
+def test_a_start_that_does_not_name_its_weights_is_refused_before_training(
+    project: Tracked, section: str, key: str
+) -> None:
+    """As an earlier version left it: what DVC watches for r0's policy would not pin it."""
+    artifacts.write_json(Path("runs/r0/metrics/sft.json"), {"heldout_loss_nats": 1.0})
+    raw = rounds().model_dump(by_alias=True, mode="json")
+    raw[section]["r2" if section == "rounds" else "r2-dpo"][key] = "initial"
+    with pytest.raises(BadInput, match=r"weights_sha256 is missing(?s:.*)dvc repro --force sft"):
+        policies.run(config.parse(raw), "r2-dpo")
+    assert not Path(".scratch/resume").exists()
 
 
 def test_alarms_that_are_not_a_list_are_refused(project: Tracked) -> None:
