@@ -651,15 +651,20 @@ def as_yaml(pipeline: Pipeline) -> str:
 def to_yaml(data: Mapping[str, Any]) -> str:
     """Plain data as YAML, floats so that every reader takes them for numbers."""
     from ruamel.yaml import YAML
+    from ruamel.yaml.representer import RoundTripRepresenter
 
-    yaml = YAML()
-    yaml.width = 4096
-    yaml.representer.add_representer(
+    class Plain(RoundTripRepresenter):
+        """A class of its own: representers added to ruamel's would change how DVC writes dvc.lock."""
+
+    Plain.add_representer(
         type(None), lambda dumper, _: dumper.represent_scalar("tag:yaml.org,2002:null", "null")
     )
-    yaml.representer.add_representer(
+    Plain.add_representer(
         float, lambda dumper, x: dumper.represent_scalar("tag:yaml.org,2002:float", written(x))
     )
+    yaml = YAML()
+    yaml.Representer = Plain
+    yaml.width = 4096
     text = io.StringIO()
     yaml.dump(dict(data), text)
     return text.getvalue()

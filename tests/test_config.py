@@ -933,3 +933,17 @@ def test_departures_from_a_preset_are_listed() -> None:
     assert "reduction=constant_length (token_mean)" in found
     assert "kl={where: loss, estimator: k3, coef: 0.2} (null)" in found
     assert presets.differences({"algorithm": "mine"}) == []
+
+
+def test_writing_yaml_leaves_the_writers_of_others_alone() -> None:
+    from io import StringIO
+
+    from ruamel.yaml import YAML
+
+    def by_ruamel() -> str:
+        text = StringIO()
+        YAML().dump({"nothing": None, "rate": 1e-05}, text)
+        return text.getvalue()
+
+    assert config.to_yaml({"nothing": None, "rate": 1e-05}) == "nothing: null\nrate: 1.0e-05\n"
+    assert by_ruamel() == "nothing:\nrate: 1e-05\n"  # as dvc.lock is written

@@ -196,7 +196,9 @@ EDITS: dict[str, Callable[[Path], object]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(n, marks=[pytest.mark.slow] if n >= 5 else []) for n in range(10)]
+)
 def test_the_quick_plan_is_dvcs_own(finished: Path, seed: int) -> None:
     """After any edits, with or without a memory of the time before, for the whole and for a target."""
     choose = random.Random(seed)

@@ -141,7 +141,7 @@ def test_a_removal_that_cannot_be_committed_changes_nothing(project: Path) -> No
     assert (project / "pipeline.yaml").read_text() == text
 
 
-@pytest.mark.parametrize("commits", [True, False])
+@pytest.mark.parametrize("commits", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_round_that_has_run_goes_by_force_and_comes_back(
     project: Path, flows: Flows, commits: bool
 ) -> None:

@@ -95,7 +95,7 @@ def straight(
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=[pytest.mark.recovery] if case.startswith("pairs") else [])
+        pytest.param(case, marks=[pytest.mark.recovery] if "budget" in case else [])
         for case in CASES
     ],
 )

@@ -95,6 +95,7 @@ def test_killed_at_random_points_it_ends_as_if_nothing_had_happened(
     assert not there.checkpoints(f"{stage}@{arguments[1]}")
 
 
+@pytest.mark.recovery
 @pytest.mark.parametrize("stage", STAGES)
 def test_struck_within_a_sampling_and_while_it_writes(
     there: Project, straight: Straight, stage: str
