@@ -294,7 +294,7 @@ def open_session(
             name, target = _round_of(declared, request.stage), request.stage
             _check_stage(target, folder)
         else:
-            name = _choose(path, request, continues)
+            name = _choose(path, declared, request, continues)
             target = f"promote@{name}"
         pipeline = config.load(path)
         stages = {stage.name: stage for stage in make_plan(target, folder)}
@@ -402,11 +402,11 @@ def _check_remote(pipeline: Pipeline, folder: Path) -> None:
         )
 
 
-def _choose(path: Path, request: Request, continues: str | None) -> str:
+def _choose(path: Path, pipeline: Pipeline, request: Request, continues: str | None) -> str:
     """The round to run, appended if it is new. Under the lock, so that two flows never choose the same next round."""
     from flows import rounds
 
-    pipeline, folder = config.load(path), path.parent
+    folder = path.parent
     name = continues or request.round
     is_new = name is None or (
         name not in pipeline.rounds and config.ROUND_NAME.fullmatch(name) is not None
