@@ -2,8 +2,8 @@
 
 ruamel.yaml's parser is pure Python: about 4 s for the 20,000 lines of 200 rounds. libyaml's, which PyYAML
 brings, takes a tenth of a second but knows YAML 1.1. Its events are used where both versions agree. A file with
-anchors, tags, merge keys, directives, tabs, block text (`|`, `>`) or repeated keys, or one that libyaml
-does not accept, goes to ruamel.yaml, whose word and whose messages count.
+anchors, tags, merge keys, directives, marks of documents, tabs, block text (`|`, `>`) or repeated keys, or one
+that libyaml does not accept, goes to ruamel.yaml, whose word and whose messages count.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def _ruamel(text: str) -> Any:
     return YAML(typ="safe", pure=True).load(text)
 
 
-# Directives, keys with a question mark, and what YAML 1.1 takes for other white space or line ends.
-_ELSEWHERE = re.compile("^%|[\\[{,]\\s*\\?|[\\t\\x85\\u2028\\u2029\\ufeff]", re.M)
+# Directives, marks of documents, keys with a question mark, and what YAML 1.1 takes for other white space or line ends.
+_ELSEWHERE = re.compile("^(?:%|---|[.]{3})|[\\[{,]\\s*\\?|[\\t\\x85\\u2028\\u2029\\ufeff]", re.M)
 
 
 def _quick(text: str) -> Any:

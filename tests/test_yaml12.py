@@ -105,6 +105,7 @@ EDITS = st.lists(
 @example("a: !!str 1\n", [])
 @example("a: >#-\n  b\n", [])
 @example("k:\n  y: >-\n  \n    x\n", [])
+@example("a: 1\n...\n...\n", [])
 def test_texts_with_errors_and_oddities(start: str, edits: list[tuple[int, str, int]]) -> None:
     """The examples are read otherwise by libyaml."""
     text = start
