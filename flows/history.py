@@ -29,7 +29,7 @@ _SECONDS_FOR_LOCK = 15.0
 _SECONDS_FOR_GIT = 300.0  # hooks may be slow
 _WRITES = ("add", "commit", "rm", "tag")
 _GITRUN = Path(__file__).with_name("gitrun.py")
-_MARKERS = re.compile(r"^(<<<<<<< |>>>>>>> )", re.M)
+_MARKER = re.compile(r"^(?:<{7}|\|{7}|={7}|>{7})(?: .*)?$", re.M)
 _UNDER_WAY = {
     "MERGE_HEAD": ("merge", "git merge --abort"),
     "rebase-merge": ("rebase", "git rebase --abort"),
@@ -373,15 +373,41 @@ def _detached(git: Git) -> BadInput | None:
 def _conflict(git: Git) -> BadInput | None:
     unmerged = git.text("ls-files", "--unmerged", "--", PIPELINE, LOCK, STAGES) or ""
     for name in (PIPELINE, LOCK, STAGES):
-        if f"\t{name}" in unmerged or _MARKERS.search(_read(git.folder / name) or ""):
-            again = "git checkout --ours dvc.lock && git add dvc.lock, then dvc repro"
-            return BadInput(
-                "conflict markers of a merge",
-                where=str(git.folder / name),
-                rule="the two versions must be made one first",
-                mend=again if name == LOCK else f"edit it, then git add {name}",
-            )
+        problem = unfinished_merge(git.folder / name)
+        if problem is None and f"\t{name}\n" in f"{unmerged}\n":
+            problem = _not_merged("git has two versions of it", str(git.folder / name), name)
+        if problem is not None:
+            return problem
     return None
+
+
+def refuse_unfinished_merge(folder: Path) -> None:
+    """Raises BadInput if the pipeline, its stages or their lock hold what a merge left, committed or not."""
+    for name in (PIPELINE, STAGES, LOCK):
+        problem = unfinished_merge(folder / name)
+        if problem is not None:
+            raise problem
+
+
+def unfinished_merge(path: Path) -> BadInput | None:
+    """The first marker that git left in a file of a merge that somebody has to finish; None if there is none."""
+    text = _read(path) or ""
+    found = _MARKER.search(text)
+    if found is None:
+        return None
+    line = text.count("\n", 0, found.start()) + 1
+    return _not_merged(f"conflict marker {found[0][:60]}", f"{path} line {line}", path.name)
+
+
+def _not_merged(what: str, where: str, name: str) -> BadInput:
+    mend = f"keep one side of each conflict, remove the markers, then git add {name}"
+    if name == LOCK:
+        mend = (
+            f"take one side (git checkout --ours {LOCK}, or --theirs), git add {LOCK}, then look at the plan: "
+            "what the other side had made runs again, or comes back from DVC's cache"
+        )
+    rule = "a merge is finished before anything is planned or run"
+    return BadInput(what, where=where, rule=rule, mend=mend)
 
 
 def _ignored(git: Git) -> BadInput | None:

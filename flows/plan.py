@@ -107,8 +107,7 @@ def make_plan(
     check_workspace(folder, needs_git=needs_git)
     os.environ.setdefault("DVC_NO_ANALYTICS", "1")
     folder = Path(folder).resolve()
-    for name in ("dvc.lock", "dvc.yaml", definitions.PIPELINE):
-        _check_markers(folder / name)
+    history.refuse_unfinished_merge(folder)
     with _clear_messages(), ExitStack() as stack:
         engine = Engine(str(folder), stack)
         try:
@@ -137,32 +136,6 @@ def _clear_messages() -> Iterator[None]:
         if isinstance(error, DvcException):
             raise _unreadable(error) from None
         raise
-
-
-_MARKER = re.compile(r"^(?:<{7}|\|{7}|={7}|>{7})(?: .*)?$", re.M)
-
-
-def _check_markers(path: Path) -> None:
-    """Raises BadInput at the first line that git left of a merge that somebody has to finish."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return  # told by whoever needs the file
-    found = _MARKER.search(text)
-    if found is None:
-        return
-    mend = "keep one side of each conflict and remove the markers"
-    if path.name == "dvc.lock":
-        mend = (
-            "take one side (git checkout --ours dvc.lock, or --theirs), then look at the plan: "
-            "what the other side had made runs again, or comes back from DVC's cache"
-        )
-    raise BadInput(
-        f"the marker {found[0][:7]} of a merge conflict",
-        where=f"{path.name}:{text.count(chr(10), 0, found.start()) + 1}",
-        rule="a merge is finished before anything is planned or run",
-        mend=mend,
-    )
 
 
 def _plan_remembering(folder: Path, target: str | None, engine: Engine) -> list[Stage]:

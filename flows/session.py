@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from flows import history
 from flows.display import Display
 from flows.plan import Stage, check_workspace, make_plan
 from flows.runner import Runner, devices, workspace_lock
@@ -161,7 +162,6 @@ class Session:
         overview.log(self.pipeline, self.folder)
 
     def _commit(self, name: str) -> None:
-        from flows import history
         from flows.report import verdict
 
         if self.not_committed is not None:
@@ -182,7 +182,7 @@ class Session:
 
 def conclude_left(pipeline: Pipeline, folder: Path, *, allow_dirty: bool = False) -> Iterator[str]:
     """Record, commit and tag the decided rounds that no flow has concluded, in order; yields what was done."""
-    from flows import history, lineage
+    from flows import lineage
     from flows.report import verdict
 
     decided = [name for name in pipeline.rounds if _is_decided(pipeline, folder, name)]
@@ -211,8 +211,6 @@ def _is_decided(pipeline: Pipeline, folder: Path, name: str) -> bool:
 
 def _is_recorded(folder: Path, name: str) -> bool:
     """Whether a round's policy is here and dvc.lock has its decision as it is here."""
-    from flows import history
-
     path = f"runs/{name}/metrics/decision.json"
     known = history.outputs_now(folder, name).get(f"promote@{name}", {}).get(path)
     found = hashlib.md5((folder / path).read_bytes(), usedforsecurity=False).hexdigest()
@@ -278,12 +276,12 @@ def open_session(
     check_workspace(folder)
     _check_request(request)
     path = folder / "pipeline.yaml"
-    _refuse_conflicts(folder)
+    history.refuse_unfinished_merge(folder)
     _load(path)
     with ExitStack() as stack:
         display = stack.enter_context(Display())
         stack.enter_context(workspace_lock(folder, wait=wait, on_wait=display.say))
-        _refuse_conflicts(folder)
+        history.refuse_unfinished_merge(folder)
         declared = _load(path)  # as the holder before us has left it
         not_committed = _check_history(declared, request, folder)
         _check_remote(declared, folder)
@@ -351,30 +349,8 @@ def _check_type(
     )
 
 
-def _refuse_conflicts(folder: Path) -> None:
-    """What a merge left undone is not read, committed or not."""
-    for name in ("pipeline.yaml", "dvc.yaml", "dvc.lock"):
-        path = folder / name
-        if not path.is_file():
-            continue
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        for number, line in enumerate(lines, 1):
-            if line.startswith(("<<<<<<< ", ">>>>>>> ")):
-                mend = "edit the file, then git add it"
-                if name == "dvc.lock":
-                    mend = "git checkout --ours dvc.lock && git add dvc.lock; stages it lacks run again"
-                raise BadInput(
-                    f"conflict markers of a merge: {line[:60]}",
-                    where=f"{path} line {number}",
-                    rule="the two versions must be made one first",
-                    mend=mend,
-                )
-
-
 def _check_history(pipeline: Pipeline, request: Request, folder: Path) -> str | None:
     """Why the round will not be committed; BadInput if it is to be, and git is not ready for it."""
-    from flows import history
-
     if request.stage is not None:
         return "a stage by itself is no round"
     if not pipeline.lineage.commit:

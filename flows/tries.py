@@ -527,11 +527,12 @@ def _row(
     selected = table[table["selected"]].set_index("split")
     report, choose = selected.loc["report"], selected.loc["choose"]
     numbers = {metric: _number(report.get(metric)) for metric in config.METRICS}
+    gate = pipeline.rounds[round].gate
     return {
         **row,
         **numbers,
-        "rank_score": _number(choose.get(pipeline.gate.metric)),
-        "failed_rules": failed_rules(pipeline.gate, numbers),
+        "rank_score": _number(choose.get(gate.metric)),
+        "failed_rules": failed_rules(gate, numbers),
     }
 
 
@@ -555,13 +556,13 @@ def _yaml(value: Any) -> str:
     return text
 
 
-def table(rows: list[dict[str, Any]], pipeline: Pipeline) -> RenderableType:
-    """The results for people."""
+def table(rows: list[dict[str, Any]], metric: str) -> RenderableType:
+    """The results for people, ranked by the metric of the round's gate."""
     from rich.table import Table
 
     shown = Table(box=None, pad_edge=False, collapse_padding=True)
     shown.add_column("candidate", no_wrap=True)
-    for header in (f"{pipeline.gate.metric}*", *_COLUMNS.values()):
+    for header in (f"{metric}*", *_COLUMNS.values()):
         shown.add_column(header, justify="right", no_wrap=True)
     shown.add_column("verdict", overflow="fold")
     for row in rows:

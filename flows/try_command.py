@@ -58,7 +58,7 @@ def _show(
     if as_json:
         print(json.dumps({"try": grid.name, "round": grid.round, "rows": rows, "links": links}))
         return
-    console.print(tries.table(rows, pipeline))
+    console.print(tries.table(rows, pipeline.rounds[grid.round].gate.metric))
     judged = [row for row in rows if row["changes"] and row["rank_score"] is not None]
     best = next((row for row in judged if not row["failed_rules"]), None) or next(
         iter(judged), None

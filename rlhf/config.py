@@ -364,62 +364,7 @@ class RewardModel(Optimization):
         return self
 
 
-def _iso(value: str) -> str:
-    try:
-        datetime.fromisoformat(value)
-    except ValueError:
-        raise ValueError(
-            f"{value!r} is no date and time; write it like 2026-01-31T09:30:00+00:00"
-        ) from None
-    return value
-
-
-When = Annotated[str, AfterValidator(_iso)]
-"""A date and time in ISO 8601."""
-
-
-class Decision(Section):
-    """What a person decided in place of the gate, by whom, why and when."""
-
-    choice: Literal["promote", "keep", "stop"]
-    candidate: str | None
-    because: Annotated[str, Field(min_length=1)]
-    by: Annotated[str, Field(min_length=1)]
-    at: When
-
-    @model_validator(mode="after")
-    def _candidate(self) -> Decision:
-        if self.choice == "promote" and self.candidate is None:
-            raise ValueError("choice=promote: names no candidate; write which under candidate")
-        if self.choice != "promote" and self.candidate is not None:
-            raise ValueError(
-                f"choice={self.choice}: promotes no candidate; write candidate: null, or choice: promote"
-            )
-        return self
-
-
-class Round(Section):
-    """`init` is the policy that every candidate starts as: the `previous` (promoted by `from`) or `initial` (r0)."""
-
-    from_: Annotated[RoundName, Field(alias="from")]
-    sample_from: RoundName
-    init: Literal["initial", "previous"]
-    preferences: Preferences
-    reward_model: RewardModel
-    decision: Decision | None
-
-    @model_validator(mode="after")
-    def _ties(self) -> Round:
-        kind = self.reward_model.loss.kind
-        if kind in TIE_KINDS and self.preferences.ties == "drop":
-            raise ValueError(
-                f"reward_model.loss={kind} learns how often answers tie, and preferences.ties=drop "
-                "removes ties; set it to keep, or use bradley_terry"
-            )
-        return self
-
-
-# --- evaluation and the gate ---------------------------------------------------------------------
+# --- evaluation, the gate, rounds ----------------------------------------------------------------
 
 MetricName = Literal[
     "gold_mean",
@@ -483,6 +428,62 @@ class Gate(Section):
     on_fail: Literal["keep", "stop", "ask"]
 
 
+def _iso(value: str) -> str:
+    try:
+        datetime.fromisoformat(value)
+    except ValueError:
+        raise ValueError(
+            f"{value!r} is no date and time; write it like 2026-01-31T09:30:00+00:00"
+        ) from None
+    return value
+
+
+When = Annotated[str, AfterValidator(_iso)]
+"""A date and time in ISO 8601."""
+
+
+class Decision(Section):
+    """What a person decided in place of the gate, by whom, why and when."""
+
+    choice: Literal["promote", "keep", "stop"]
+    candidate: str | None
+    because: Annotated[str, Field(min_length=1)]
+    by: Annotated[str, Field(min_length=1)]
+    at: When
+
+    @model_validator(mode="after")
+    def _candidate(self) -> Decision:
+        if self.choice == "promote" and self.candidate is None:
+            raise ValueError("choice=promote: names no candidate; write which under candidate")
+        if self.choice != "promote" and self.candidate is not None:
+            raise ValueError(
+                f"choice={self.choice}: promotes no candidate; write candidate: null, or choice: promote"
+            )
+        return self
+
+
+class Round(Section):
+    """`init` is the policy that every candidate starts as: the `previous` (promoted by `from`) or `initial` (r0)."""
+
+    from_: Annotated[RoundName, Field(alias="from")]
+    sample_from: RoundName
+    init: Literal["initial", "previous"]
+    preferences: Preferences
+    reward_model: RewardModel
+    gate: Gate
+    decision: Decision | None
+
+    @model_validator(mode="after")
+    def _ties(self) -> Round:
+        kind = self.reward_model.loss.kind
+        if kind in TIE_KINDS and self.preferences.ties == "drop":
+            raise ValueError(
+                f"reward_model.loss={kind} learns how often answers tie, and preferences.ties=drop "
+                "removes ties; set it to keep, or use bradley_terry"
+            )
+        return self
+
+
 class Rollback(Section):
     """The champion is the policy that round `to` promoted, until a round after `after` promotes another."""
 
@@ -508,7 +509,6 @@ class Pipeline(Section):
     rounds: Annotated[dict[str, Round], Field(min_length=1)]
     candidates: Annotated[dict[str, Candidate], Field(min_length=1)]
     evaluation: Evaluation
-    gate: Gate
     lineage: Lineage
     rollback: Rollback | None = None
 
@@ -785,12 +785,16 @@ def _cross_checks(raw: Mapping[str, Any]) -> Iterator[str]:
     if raw.get("gold") is None:
         if _mapping(raw, "evaluation").get("select") == "best_gold":
             yield "evaluation.select=best_gold: no gold is declared; use last or best_proxy"
-        gate = _mapping(raw, "gate")
-        parts = [gate.get(key) for key in ("rules", "tie_break")]
-        listed = [part for parts_ in parts if isinstance(parts_, list) for part in parts_]
-        names = [gate.get("metric"), *(p.get("metric") for p in listed if isinstance(p, dict))]
-        if "gold_mean" in names:
-            yield "gate: uses gold_mean but no gold is declared; use win_rate or proxy_mean"
+        for name in rounds:
+            gate = _mapping(_mapping(rounds, name), "gate")
+            parts = [gate.get(key) for key in ("rules", "tie_break")]
+            listed = [part for parts_ in parts if isinstance(parts_, list) for part in parts_]
+            names = [gate.get("metric"), *(p.get("metric") for p in listed if isinstance(p, dict))]
+            if "gold_mean" in names:
+                yield (
+                    f"rounds.{name}.gate: uses gold_mean but no gold is declared; "
+                    "use win_rate or proxy_mean"
+                )
 
 
 def _rollback(rollback: Mapping[str, Any], known: list[str]) -> Iterator[str]:
@@ -893,9 +897,9 @@ _LINES_TO_ADD = {
     "rounds.*.init": "previous",
     "rounds.*.reward_model.init": "policy",
     "rounds.*.decision": "null",
-    "gate.margin": "0.0",
-    "gate.tie_break": "[]",
-    "gate.on_fail": "keep",
+    "rounds.*.gate.margin": "0.0",
+    "rounds.*.gate.tie_break": "[]",
+    "rounds.*.gate.on_fail": "keep",
     "lineage": "{commit: true, push: false}",
 }
 
@@ -960,7 +964,9 @@ def _lower(message: str) -> str:
 
 
 def _suggest(key: str, sections: list[type[Section]]) -> str:
-    """A near spelling among the keys that the section has."""
+    """Where a key of a round belongs, or a near spelling among the keys that the section has."""
+    if Pipeline in sections and key in {f.alias or n for n, f in Round.model_fields.items()}:
+        return f"it belongs to a round; write it below each, as rounds.NAME.{key}"
     names = {f.alias or n for section in sections for n, f in section.model_fields.items()}
     close = difflib.get_close_matches(key, sorted(names), n=1, cutoff=0.7)
     return f"did you mean {close[0]}?" if close else "remove it"

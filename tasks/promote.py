@@ -30,7 +30,7 @@ def run(pipeline: config.Pipeline, name: str) -> None:
     incoming = common.need(common.RUNS / declared.from_ / "promoted")
     _need_evaluations(pipeline, name)
     rows = [_row(pipeline, name, key, c) for key, c in pipeline.candidates_of(name).items()]
-    decision = decide(pipeline.gate, rows, declared.from_, declared.decision) | {
+    decision = decide(declared.gate, rows, declared.from_, declared.decision) | {
         "round": name,
         "incoming": _incoming(name, declared.from_, rows),
     }
@@ -53,7 +53,7 @@ def run(pipeline: config.Pipeline, name: str) -> None:
         kind="round",
         name=name,
         algorithm=None,
-        params={"gate": pipeline.gate.model_dump(), "from": declared.from_},
+        params={"gate": declared.gate.model_dump(), "from": declared.from_},
     ) as tracked:
         with artifacts.write_directory(out) as directory:
             shutil.copytree(source, directory, dirs_exist_ok=True)
@@ -246,7 +246,7 @@ def lineage(
     of every file but `lineage.json`, so that a policy has one hash wherever it lies.
     """
     round_settings = pipeline.rounds[name].model_dump(by_alias=True)
-    del round_settings["decision"]
+    del round_settings["gate"], round_settings["decision"]
     settings = common.RUNS / name / "policies" / row["candidate"] / "candidate.json"
     candidate = artifacts.read_json(settings)
     committee = common.need(common.RUNS / name / "reward_model")
@@ -316,10 +316,11 @@ def _row(
     selected = table[table["selected"]]
     report, choose = (_only(selected, path, "selected", split) for split in ("report", "choose"))
     numbers = {name: _known(report.get(name)) for name in config.METRICS}
-    score = _known(choose.get(pipeline.gate.metric))
-    failed = failed_rules(pipeline.gate, numbers)
+    gate = pipeline.rounds[round_name].gate
+    score = _known(choose.get(gate.metric))
+    failed = failed_rules(gate, numbers)
     if score is None:
-        failed.append(f"{pipeline.gate.metric} on choose prompts is not known")
+        failed.append(f"{gate.metric} on choose prompts is not known")
     return {
         "candidate": key,
         "algorithm": candidate.algorithm,

@@ -154,7 +154,7 @@ def keys(value: Any, place: str = "") -> Iterator[str]:
 DEFAULTS = re.compile(
     r"data\.(world_options|preferences)|data\.(demonstrations|prompts)\.(?!path)\w+"
     r"|.*\.(whiten_advantages|length_constant|value)|.*\.value\.\w+"
-    r"|.*\.(advantage|loss|losses\.0)\.(?!kind)\w+|gate\.rules\.\d\.at_(least|most)"
+    r"|.*\.(advantage|loss|losses\.0)\.(?!kind)\w+|rounds\.r1\.gate\.rules\.\d\.at_(least|most)"
     r"|resources\.cost_per_hour|.*\.reward_model\.(label_smoothing|centering)"
 )
 
@@ -191,8 +191,11 @@ def test_a_misspelt_key_is_named_at_every_level(path: str) -> None:
     [
         (put("candidates.r1-ppo.beta", 0.1), "candidates.r1-ppo.beta: unknown key; remove it"),
         (
-            put("gate.rules", [{"metrc": "win_rate", "metric": "win_rate", "at_least": 0.5}]),
-            "gate.rules.0.metrc: unknown key; did you mean metric?",
+            put(
+                "rounds.r1.gate.rules",
+                [{"metrc": "win_rate", "metric": "win_rate", "at_least": 0.5}],
+            ),
+            "rounds.r1.gate.rules.0.metrc: unknown key; did you mean metric?",
         ),
         (
             put("candidates.r1-dpo.losses.0.bta", 0.1),
@@ -246,7 +249,7 @@ PREFERENCES, REWARD = "rounds.r1.preferences", "rounds.r1.reward_model"
         (put(PPO, 3), [f"{PPO}=3: must be a mapping of keys to values"]),
         (put("rounds.r1", ["a"]), ["rounds.r1: must be a mapping of keys to values"]),
         (put("project", 3), ["project=3: input should be a valid string"]),
-        (put("gate.rules", {}), ["gate.rules: input should be a valid list"]),
+        (put("rounds.r1.gate.rules", {}), ["rounds.r1.gate.rules: input should be a valid list"]),
         (put("sft.adam_betas", [0.9]), ["sft.adam_betas: list should have at least 2 items"]),
         (put("sft.adam_betas", ["0.9", 0.9]), ["sft.adam_betas.0='0.9': must be a number"]),
         (
@@ -360,10 +363,13 @@ PREFERENCES, REWARD = "rounds.r1.preferences", "rounds.r1.reward_model"
             put(f"{DPO}.learns_from", "r1/reward_model"),
             [f"{DPO}: learns_from of kind=preference names pairs"],
         ),
-        (put("gate.rules", [{"metric": "win_rate"}]), ["gate.rules.0: a rule has one bound"]),
         (
-            put("gate.rules", [{"metric": "win_rate", "at_least": 0.1, "at_most": 0.2}]),
-            ["gate.rules.0: a rule has one bound"],
+            put("rounds.r1.gate.rules", [{"metric": "win_rate"}]),
+            ["rounds.r1.gate.rules.0: a rule has one bound"],
+        ),
+        (
+            put("rounds.r1.gate.rules", [{"metric": "win_rate", "at_least": 0.1, "at_most": 0.2}]),
+            ["rounds.r1.gate.rules.0: a rule has one bound"],
         ),
         # Options that nothing reads.
         (
@@ -399,7 +405,7 @@ PREFERENCES, REWARD = "rounds.r1.preferences", "rounds.r1.reward_model"
             put("gold", None),
             [
                 f"{PREFERENCES}.labeler.kind=simulated: needs gold",
-                "gate: uses gold_mean but no gold",
+                "rounds.r1.gate: uses gold_mean but no gold",
             ],
         ),
         (
@@ -407,7 +413,7 @@ PREFERENCES, REWARD = "rounds.r1.preferences", "rounds.r1.reward_model"
             [
                 f"{PREFERENCES}.labeler.kind",
                 "evaluation.select=best_gold: no gold is declared",
-                "gate: uses gold_mean",
+                "rounds.r1.gate: uses gold_mean",
             ],
         ),
         (
@@ -584,10 +590,13 @@ CARRY = f"{PREFERENCES}.carry_over"
         ),
         # The gate.
         (
-            put("gate.on_fail", "aks"),
-            "gate.on_fail='aks': must be one of 'keep', 'stop' or 'ask'; did you mean ask?",
+            put("rounds.r1.gate.on_fail", "aks"),
+            "rounds.r1.gate.on_fail='aks': must be one of 'keep', 'stop' or 'ask'; did you mean ask?",
         ),
-        (put("gate.margin", -0.1), "gate.margin=-0.1: input should be greater than or equal to 0"),
+        (
+            put("rounds.r1.gate.margin", -0.1),
+            "rounds.r1.gate.margin=-0.1: input should be greater than or equal to 0",
+        ),
         (put("lineage.commit", "yes"), "lineage.commit=yes: input should be a valid boolean"),
     ],
 )
@@ -609,23 +618,34 @@ def test_carry_over_has_four_forms(value: Any) -> None:
     ("asked", "meant"),
     [("gold_win_rate.lower", "win_rate_lower"), ("winrate", "win_rate"), ("kl", "kl_nats")],
 )
-@pytest.mark.parametrize("place", ["gate.metric", "gate.rules.0.metric", "gate.tie_break.0.metric"])
+@pytest.mark.parametrize(
+    "place",
+    ["rounds.r1.gate.metric", "rounds.r1.gate.rules.0.metric", "rounds.r1.gate.tie_break.0.metric"],
+)
 def test_a_column_that_does_not_exist_names_a_near_one(place: str, asked: str, meant: str) -> None:
     (line,) = problems(put(place, asked))
     assert line.startswith(f"{place}='{asked}': must be one of 'gold_mean', 'proxy_mean'")
     assert line.endswith(f"; did you mean {meant}?")
 
 
+def test_a_gate_above_the_rounds_is_told_where_it_belongs() -> None:
+    found = problems(lambda raw: raw.update(gate=raw["rounds"]["r1"].pop("gate")))
+    assert found == [
+        "rounds.r1.gate: required and missing; add it",
+        "gate: unknown key; it belongs to a round; write it below each, as rounds.NAME.gate",
+    ]
+
+
 def test_a_tie_break_on_gold_needs_gold() -> None:
     no_gold = [
         put("gold", None),
         put(f"{PREFERENCES}.labeler", {"kind": "program", "path": "a.b"}),
-        put("gate.metric", "proxy_mean"),
+        put("rounds.r1.gate.metric", "proxy_mean"),
     ]
     assert problems(*no_gold) == []
-    on_gold = put("gate.tie_break.0.metric", "gold_mean")
+    on_gold = put("rounds.r1.gate.tie_break.0.metric", "gold_mean")
     assert problems(*no_gold, on_gold) == [
-        "gate: uses gold_mean but no gold is declared; use win_rate or proxy_mean"
+        "rounds.r1.gate: uses gold_mean but no gold is declared; use win_rate or proxy_mean"
     ]
 
 
@@ -664,7 +684,7 @@ def test_rounds_that_start_from_each_other_are_refused() -> None:
 
 ADDED_LATER = [
     "resources.checkpoints", "rounds.r1.init", "rounds.r1.reward_model.init", "rounds.r1.decision",
-    "gate.margin", "gate.tie_break", "gate.on_fail", "lineage",
+    "rounds.r1.gate.margin", "rounds.r1.gate.tie_break", "rounds.r1.gate.on_fail", "lineage",
 ]  # fmt: skip
 
 
@@ -784,8 +804,8 @@ def test_no_number_may_be_nan_or_infinite(path: str, value: float) -> None:
 @pytest.mark.parametrize("bound", ["at_least", "at_most"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_rule_that_nothing_can_break_is_refused(bound: str, value: float) -> None:
-    (line,) = problems(put("gate.rules", [{"metric": "win_rate", bound: value}]))
-    assert line == f"gate.rules.0.{bound}={value}: input should be a finite number"
+    (line,) = problems(put("rounds.r1.gate.rules", [{"metric": "win_rate", bound: value}]))
+    assert line == f"rounds.r1.gate.rules.0.{bound}={value}: input should be a finite number"
 
 
 def test_all_problems_are_told_at_once() -> None:
@@ -796,13 +816,17 @@ def test_all_problems_are_told_at_once() -> None:
         put(f"{PPO}.kl.where", "loss"),
         put(f"{GRPO}.loss.clip_high", -1.0),
         put(f"{DPO}.round", "r4"),
-        put("gate.rules", [{"metric": "win_rate", "at_least": math.nan}, {"metric": "nothing"}]),
+        put(
+            "rounds.r1.gate.rules",
+            [{"metric": "win_rate", "at_least": math.nan}, {"metric": "nothing"}],
+        ),
         drop("tracking"),
     )
     starts = [
         "sft.epochs='2'", "modle: unknown key; did you mean model?", "model.demo.num_heads=5",
         f"{PPO}.kl.estimator=k1", f"{GRPO}.loss.clip_high=-1.0: input should be greater than 0", f"{DPO}.round=r4",
-        "gate.rules.0.at_least=nan", "gate.rules.1.metric='nothing'", "tracking: required and missing",
+        "rounds.r1.gate.rules.0.at_least=nan", "rounds.r1.gate.rules.1.metric='nothing'",
+        "tracking: required and missing",
     ]  # fmt: skip
     assert len(found) == len(starts), found
     for start in starts:

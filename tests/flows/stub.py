@@ -82,7 +82,8 @@ def decision(name: str) -> dict[str, object]:
     declared = YAML(typ="safe", pure=True).load(Path("pipeline.yaml").read_text(encoding="utf-8"))
     word = declared["rounds"][round]["decision"]
     passes = not Path("NOPASS").exists()
-    status = {"keep": "kept", "stop": "stopped", "ask": "awaiting"}[declared["gate"]["on_fail"]]
+    on_fail = declared["rounds"][round]["gate"]["on_fail"]
+    status = {"keep": "kept", "stop": "stopped", "ask": "awaiting"}[on_fail]
     status, promoted = ("promoted", f"{round}-ppo") if passes else (status, None)
     if word is not None:
         status = {"promote": "promoted", "keep": "kept", "stop": "stopped"}[word["choice"]]

@@ -69,10 +69,10 @@ SAMPLED = "      carry_over: all           # earlier"
             SAMPLED.replace("all", "{last: 2}"),
         ),
         (
-            "gate.rules.1",
+            "rounds.r1.gate.rules.1",
             {"metric": "alarms", "at_most": 0.0},
-            "    - {metric: kl_nats, at_most: 12.0}",
-            "    - {metric: alarms, at_most: 0.0}",
+            "        - {metric: kl_nats, at_most: 12.0}",
+            "        - {metric: alarms, at_most: 0.0}",
         ),
         ("sft.adam_betas.1", 0.99, "  adam_betas: [0.9, 0.98]", "  adam_betas: [0.9, 0.99]"),
         ("model.revision", "0123", "  revision: null  ", '  revision: "0123"  '),
@@ -109,7 +109,7 @@ def test_a_value_that_is_there_already_keeps_its_spelling() -> None:
 
 
 def test_equal_is_of_the_same_type() -> None:
-    assert len(changed_lines(editing.set_value(TEXT, "gate.margin", 0))) == 2
+    assert len(changed_lines(editing.set_value(TEXT, "rounds.r1.gate.margin", 0))) == 2
     assert len(changed_lines(editing.set_value(TEXT, "seed", False))) == 2
 
 
@@ -172,8 +172,8 @@ def test_other_characters_count_as_one() -> None:
     ("path", "words"),
     [
         ("rounds.r1.from.x", "rounds.r1.from is 'r0'; it has no x"),
-        ("gate.rules.9.metric", "gate.rules is a list; it has no 9"),
-        ("gate.rules.x", "gate.rules is a list; it has no x"),
+        ("rounds.r1.gate.rules.9.metric", "rounds.r1.gate.rules is a list; it has no 9"),
+        ("rounds.r1.gate.rules.x", "rounds.r1.gate.rules is a list; it has no x"),
         ("rounds..x", "no dotted path"),
     ],
 )
@@ -185,7 +185,7 @@ def test_a_path_that_leads_nowhere_is_refused(path: str, words: str) -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, {1, 2}, object()])
 def test_what_cannot_be_written_is_refused(value: Any) -> None:
     with pytest.raises(BadInput, match="written"):
-        editing.set_value(TEXT, "gate.margin", value)
+        editing.set_value(TEXT, "rounds.r1.gate.margin", value)
 
 
 def test_anchors_are_refused_with_their_line() -> None:

@@ -24,11 +24,11 @@ rounds:
   r1: {from: r0, decision: null}
 candidates:
   r1-ppo: {round: r1, steps: 3}
-gate: {metric: gold_mean}
+evaluation: {select: last}
 """
 R2 = PIPELINE.replace(
     "candidates:", "  r2: {from: r1, decision: null}  # the next\ncandidates:"
-).replace("gate:", "  r2-ppo: {round: r2, steps: 3}\ngate:")
+).replace("evaluation:", "  r2-ppo: {round: r2, steps: 3}\nevaluation:")
 
 
 def git(folder: Path, *words: str, **environment: str) -> str:
@@ -394,7 +394,7 @@ def edit_old_candidate(folder: Path) -> None:
 
 
 def add_candidate_to_an_old_round(folder: Path) -> None:
-    added = PIPELINE.replace("gate:", "  r1-dpo: {round: r1, steps: 3}\ngate:")
+    added = PIPELINE.replace("evaluation:", "  r1-dpo: {round: r1, steps: 3}\nevaluation:")
     (folder / "pipeline.yaml").write_text(added)
 
 
@@ -569,7 +569,7 @@ WAYS = [
     (lambda f: conflicting(f, "merge"), "a merge is in progress"),
     (lambda f: conflicting(f, "rebase"), "a rebase is in progress"),
     (lambda f: conflicting(f, "cherry-pick"), "a cherry-pick is in progress"),
-    (markers, "dvc.lock: conflict markers"),
+    (markers, "dvc.lock line 1: conflict marker"),
     (lambda f: git(f, "checkout", "-q", "--detach"), "HEAD is detached"),
     (no_name, "git does not know who commits"),
     (ignoring, "runs/r1/metrics/decision.json: git ignores it"),

@@ -311,7 +311,7 @@ def test_conflict_markers_are_refused_with_their_line(place: Path, name: str) ->
     text = path.read_text() if path.exists() else "schema: '2.0'\nstages:\n"
     path.write_text(f"{text}<<<<<<< HEAD\na: 1\n=======\na: 2\n>>>>>>> other\n")
     line = len(text.splitlines()) + 1
-    with pytest.raises(BadInput, match=f"{name} line {line}: conflict markers"):
+    with pytest.raises(BadInput, match=f"{name} line {line}: conflict marker <<<<<<< HEAD"):
         with open_session(Request(commit="never"), place):
             pass
     assert not (place / "ran.txt").exists()

@@ -277,7 +277,7 @@ def test_conflict_markers_are_told_with_their_line(finished: Path, name: str) ->
     at = len(lines) // 2
     sides = ["<<<<<<< HEAD\n", lines[at], "=======\n", lines[at], ">>>>>>> theirs\n"]
     (finished / name).write_text("".join([*lines[:at], *sides, *lines[at + 1 :]]))
-    with pytest.raises(BadInput, match=rf"{name}:{at + 1}: .*<<<<<<<(?s:.*)mend: "):
+    with pytest.raises(BadInput, match=rf"{name} line {at + 1}: .*<<<<<<<(?s:.*)mend: "):
         make_plan()
 
 

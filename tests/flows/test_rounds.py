@@ -242,6 +242,16 @@ def test_an_override_reaches_every_kind_of_place(path: Path) -> None:
     assert (body["reward_model"]["init"], body["reward_model"]["adam_betas"]) == ("previous", [0.8, 0.9])  # fmt: skip
 
 
+def test_a_gate_is_of_its_round(path: Path) -> None:
+    before = config.load(path).rounds["r1"].gate
+    append_round(path, "r2", overrides={"gate.on_fail": "ask", "gate.rules.1.at_most": 8.0})
+    rounds = config.load(path).rounds
+    assert rounds["r1"].gate == before
+    assert (rounds["r2"].gate.on_fail, rounds["r2"].gate.rules[1].at_most) == ("ask", 8.0)
+    append_round(path, "r3")
+    assert config.load(path).rounds["r3"].gate == rounds["r2"].gate
+
+
 def test_another_start_takes_candidates_and_answers_along(path: Path) -> None:
     append_round(path, "r2")
     append_round(path, "r3", overrides={"from": "r1"})
@@ -302,8 +312,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "seed: not of the round, and a change would change every round's history; if that is meant, edit pipeline.yaml",
     ),
     (
-        {"gate.margin": 1.0},
-        "gate.margin: not of the round, and a change would change every round's history; "
+        {"evaluation.num_shown": 1},
+        "evaluation.num_shown: not of the round, and a change would change every round's history; "
         "if that is meant, edit pipeline.yaml",
     ),
     ({"init": 1, "rounds.r2.init": 1}, "rounds.r2.init: the same key as init; give it once"),

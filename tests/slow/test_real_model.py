@@ -172,7 +172,7 @@ def change(pipeline: dict[str, Any]) -> None:
         "num_bootstrap": 100,
         "num_shown": 4,
     }
-    pipeline["gate"]["rules"] = [{"metric": "kl_nats", "at_most": 12.0}]
+    pipeline["rounds"]["r1"]["gate"]["rules"] = [{"metric": "kl_nats", "at_most": 12.0}]
 
 
 @pytest.fixture(scope="module")

@@ -225,7 +225,7 @@ def write_pipeline(tables: dict[str, Any], **model: Any) -> config.Pipeline:
     dpo |= {"batch_size": 4, "micro_batch_size": 2, "epochs": 1, "checkpoint_every": 9}
     raw["candidates"] = {"r1-ppo": ppo, "r1-dpo": dpo}
     raw["evaluation"] |= {"final_samples_per_prompt": 2, "num_bootstrap": 100}
-    raw["gate"]["rules"] = []
+    raw["rounds"]["r1"]["gate"]["rules"] = []
     Path("pipeline.yaml").write_text(json.dumps(raw))
     return config.load()
 
@@ -336,7 +336,7 @@ def test_preferences_by_a_labeler_program_and_without_gold(project: Path) -> Non
         "kind": "program",
         "path": "formats_gold.longer",
     }
-    raw["gate"]["metric"] = "win_rate"
+    raw["rounds"]["r1"]["gate"]["metric"] = "win_rate"
     raw["candidates"].pop("r1-ppo")
     run_round(config.parse(raw))
 

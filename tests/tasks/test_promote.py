@@ -389,9 +389,13 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> config.Pipeline:
     return pipeline
 
 
-def with_word(pipeline: config.Pipeline, decision: config.Decision | None) -> config.Pipeline:
-    rounds = {"r1": pipeline.rounds["r1"].model_copy(update={"decision": decision})}
+def with_round(pipeline: config.Pipeline, **changes: Any) -> config.Pipeline:
+    rounds = {"r1": pipeline.rounds["r1"].model_copy(update=changes)}
     return pipeline.model_copy(update={"rounds": rounds})
+
+
+def with_word(pipeline: config.Pipeline, decision: config.Decision | None) -> config.Pipeline:
+    return with_round(pipeline, decision=decision)
 
 
 def lineage() -> dict[str, Any]:
@@ -430,8 +434,7 @@ def test_the_lineage_follows_from_what_made_the_policy_and_from_nothing_else(
     first = Path("runs/r1/promoted/lineage.json").read_bytes()
     promote.run(with_word(project, word("promote", "r1-dpo")), "r1")
     assert Path("runs/r1/promoted/lineage.json").read_bytes() == first
-    other_gate = project.gate.model_copy(update={"rules": [], "margin": 0.01})
-    promote.run(project.model_copy(update={"gate": other_gate}), "r1")
+    promote.run(with_round(project, gate=gate(rules=[], margin=0.01)), "r1")
     assert Path("runs/r1/promoted/lineage.json").read_bytes() == first
     before = lineage()
     for change in ({"seed": 99}, {"model": project.model.model_copy(update={"revision": "x"})}):
@@ -474,10 +477,8 @@ def test_a_start_that_does_not_name_its_weights_is_made_again(project: config.Pi
 
 
 def test_awaiting_writes_the_incoming_policy(project: config.Pipeline) -> None:
-    strict = project.gate.model_copy(
-        update={"rules": [config.Rule(metric="kl_nats", at_most=1.0)], "on_fail": "ask"}
-    )
-    promote.run(project.model_copy(update={"gate": strict}), "r1")
+    strict = gate(rules=[config.Rule(metric="kl_nats", at_most=1.0)], on_fail="ask")
+    promote.run(with_round(project, gate=strict), "r1")
     assert champion.status(".", "r1") == "awaiting"
     assert Path("runs/r1/promoted/model.safetensors").read_text() == "start"
 

@@ -38,7 +38,7 @@ class Run(Tracked):
 def rounds(**changes: dict[str, Any]) -> config.Pipeline:
     """Rounds r1 to r4 on the tiny model, each from the one before; dotted names of each are changed."""
     raw = small().model_dump(by_alias=True, mode="json")
-    raw["gold"], raw["gate"]["metric"] = None, "proxy_mean"
+    raw["gold"], raw["rounds"]["r1"]["gate"]["metric"] = None, "proxy_mean"
     first, candidate = raw["rounds"]["r1"], raw["candidates"]["r1-dpo"]
     first["preferences"]["labeler"] = {"kind": "program", "path": "judges.label"}
     raw["rounds"], raw["candidates"] = {}, {}
