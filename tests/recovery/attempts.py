@@ -48,12 +48,14 @@ class Strike:
     """A signal that a stage gets at its `at`-th call of a Python function, from 1, after it looked for checkpoints.
 
     With `inside`, a function's qualified name, only calls below that function count, whenever they come. The
-    same stage with the same inputs makes the same calls, so a strike can be repeated.
+    same stage with the same inputs makes the same calls, so a strike can be repeated. With `memory`, there is none
+    left at that call, as torch tells it, instead of a signal.
     """
 
     at: int
     signal: int = signal.SIGKILL
     inside: str | None = None
+    memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -262,6 +264,8 @@ class _Counter:
         self.counts = self.counts or frame.f_code.co_qualname == BEGINS
         self.calls += self.counts
         if strike is not None and self.calls == strike.at and self.counts:
+            if strike.memory:
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9 bytes")
             os.kill(os.getpid(), strike.signal)
 
 

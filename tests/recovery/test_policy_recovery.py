@@ -126,6 +126,18 @@ def test_killed_in_the_warm_up_of_the_critic(project: Project, straight: Any) ->
     assert project.digest(*out) == straight(command[-1])
 
 
+def test_without_memory_it_ends_and_continues(project: Project, straight: Any) -> None:
+    """While answers are sampled in the second step."""
+    command, out = ("policy", "--candidate", "r1-ppo"), outputs("r1-ppo")
+    calls = project.run(*command, strike=Strike(10**9, inside="_sample_batch")).calls
+    project.remove(*out)
+    struck = project.run(*command, strike=Strike(calls // 2, inside="_sample_batch", memory=True))
+    assert struck.code == 1
+    assert "out of memory" in struck.log
+    assert "continues after step" in project.done(*command).log
+    assert project.digest(*out) == straight(command[-1])
+
+
 @pytest.mark.parametrize("inside", ["Checkpoints.save", "Checkpoints.put_into", "Scratch.finish"])
 def test_killed_while_files_are_put_in_place(inside: str, project: Project, straight: Any) -> None:
     """Of a policy along the path, of the output, and when the checkpoints go: nothing half is left or used."""

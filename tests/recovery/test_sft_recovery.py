@@ -107,6 +107,24 @@ def test_a_full_disk_costs_the_checkpoints_alone(fresh: Project, straight: dict[
     assert fresh.digest(*OUTPUTS) == straight
 
 
+# In the middle of training, and while the first checkpoint is written.
+@pytest.mark.parametrize("inside", ["Learner.update", "_save"])
+def test_without_memory_it_ends_and_continues(
+    inside: str, fresh: Project, straight: dict[str, str]
+) -> None:
+    at = 60
+    if inside == "Learner.update":
+        at = fresh.done("sft", strike=Strike(10**9, inside=inside)).calls // 2
+        fresh.remove(*OUTPUTS)
+    attempt = fresh.run("sft", strike=Strike(at, inside=inside, memory=True))
+    assert attempt.code == 1
+    assert "out of memory" in attempt.log
+    assert "mend: lower micro_batch_size" in attempt.log
+    log = continues(fresh)
+    assert ("continues after step" in log) == (inside == "Learner.update")
+    assert fresh.digest(*OUTPUTS) == straight
+
+
 def test_a_damaged_checkpoint_is_passed_over(fresh: Project, straight: dict[str, str]) -> None:
     fresh.run("sft", strike=Strike(1, inside="_Best.offer"))  # at update 6
     older, newest = fresh.checkpoints("sft")
