@@ -30,7 +30,8 @@ class ScoreLength(NamedTuple):
     pearson: float
 
 
-def _finite(name: str, values: ArrayLike, ndim: int) -> Floats:
+def finite(name: str, values: ArrayLike, ndim: int) -> Floats:
+    """As a float64 array; ValueError if it is empty, of other dimensions, or not finite."""
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != ndim or not array.size:
         raise ValueError(f"{name} must be a filled {ndim}-d array, got shape {array.shape}")
@@ -87,7 +88,7 @@ def win_rate(
     Raises: ValueError if the prompts do not match, there are fewer than two, or a score is not
         finite.
     """
-    ours, theirs = _finite("candidate", candidate, 2), _finite("baseline", baseline, 2)
+    ours, theirs = finite("candidate", candidate, 2), finite("baseline", baseline, 2)
     if len(ours) != len(theirs):
         raise ValueError(f"candidate has {len(ours)} prompts, baseline {len(theirs)}")
     difference = ours[:, :, None] - theirs[:, None, :]
@@ -113,7 +114,7 @@ def mean_interval(
 
     Raises: ValueError if shapes differ, there are fewer than two clusters or a value is not finite.
     """
-    array, labels = _finite("values", values, 1), np.asarray(clusters)
+    array, labels = finite("values", values, 1), np.asarray(clusters)
     if labels.shape != array.shape:
         raise ValueError(f"shapes differ: values {array.shape}, clusters {labels.shape}")
     codes, _ = pd.factorize(labels)
@@ -150,7 +151,7 @@ def reliability(prob: ArrayLike, outcome: ArrayLike, bins: int = 10) -> pd.DataF
 
     Raises: ValueError if shapes differ, a value lies outside [0, 1], or bins < 1.
     """
-    predicted, happened = _finite("prob", prob, 1), _finite("outcome", outcome, 1)
+    predicted, happened = finite("prob", prob, 1), finite("outcome", outcome, 1)
     if predicted.shape != happened.shape:
         raise ValueError(f"shapes differ: prob {predicted.shape}, outcome {happened.shape}")
     for name, array in (("prob", predicted), ("outcome", happened)):
@@ -202,7 +203,7 @@ def best_of_n(proxy: ArrayLike, target: ArrayLike, ns: Sequence[int]) -> pd.Data
 
     Raises: ValueError if shapes differ, a score is not finite, ns is empty or an n is not in 1..N.
     """
-    chooser, meant = _finite("proxy", proxy, 2), _finite("target", target, 2)
+    chooser, meant = finite("proxy", proxy, 2), finite("target", target, 2)
     if chooser.shape != meant.shape:
         raise ValueError(f"shapes differ: proxy {chooser.shape}, target {meant.shape}")
     num_samples = chooser.shape[1]
@@ -245,7 +246,7 @@ def score_length(scores: ArrayLike, lengths: ArrayLike) -> ScoreLength:
 
     Raises: ValueError if shapes differ, there are fewer than two, or a value is not finite.
     """
-    y, x = _finite("scores", scores, 1), _finite("lengths", lengths, 1)
+    y, x = finite("scores", scores, 1), finite("lengths", lengths, 1)
     if y.shape != x.shape or len(x) < 2:
         raise ValueError(f"need two or more scores with a length each: {y.shape}, {x.shape}")
     if np.ptp(x) == 0:
