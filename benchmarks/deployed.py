@@ -51,16 +51,17 @@ def service(folder: Path, name: str, ready: str, **extra: str) -> Iterator[str]:
         process.wait(60)
 
 
-def with_remote(folder: Path) -> None:
-    """A DVC remote beside the project, and a push after every stage."""
+def prepare(folder: Path) -> None:
+    """The deployments, a DVC remote beside the project, and a push after every stage; committed."""
     if "store" in workspace.run(folder, "dvc", "remote", "list"):
         return
-    workspace.run(
-        folder, "dvc", "remote", "add", "--default", "store", str(folder.parent / "store")
-    )
+    store = str(folder.parent / "store")
+    workspace.run(folder, "dvc", "remote", "add", "--default", "store", store)
+    shutil.copyfile(workspace.ROOT / "prefect.yaml", folder / "prefect.yaml")
     path = folder / "pipeline.yaml"
     path.write_text(re.sub(r"^(  push: )false", r"\1true", path.read_text(), flags=re.M))
-    workspace.run(folder, "git", "commit", "--quiet", "--all", "--message", "A DVC remote")
+    workspace.run(folder, "git", "add", "--all")
+    workspace.run(folder, "git", "commit", "--quiet", "--message", "Deployments and a DVC remote")
 
 
 def run_rounds(folder: Path, count: int, url: str) -> None:
@@ -71,6 +72,8 @@ def run_rounds(folder: Path, count: int, url: str) -> None:
         began = time.monotonic()
         words = ["deployment", "run", "rlhf-round/default", "--watch"]
         workspace.run(folder, *prefect, *words, PREFECT_API_URL=url)
+        if f"round/r{number}" not in workspace.run(folder, "git", "tag").split():
+            sys.exit(f"the run ended, but r{number} is not tagged; see {folder.parent}/worker.log")
         print(f"r{number}: {time.monotonic() - began:.0f} s", flush=True)
 
 
@@ -104,7 +107,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     arguments = parser.parse_args()
     folder = project(STUDY / "project")
-    with_remote(folder)
+    prepare(folder)
     with service(folder, "server", "PREFECT_API_URL=") as printed:
         found = re.search(r"PREFECT_API_URL=(\S+)", printed)
         assert found is not None
