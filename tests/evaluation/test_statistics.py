@@ -11,6 +11,7 @@ from hypothesis.extra.numpy import arrays
 
 from rlhf.evaluation.statistics import (
     best_of_n,
+    best_of_n_kl,
     expected_calibration_error,
     mean_interval,
     reliability,
@@ -183,6 +184,52 @@ def test_best_of_n_of_many_samples() -> None:
     expected = [n * 3001 / (n + 1) for n in (1, 1500, 3000)]
     assert table["proxy"].tolist() == pytest.approx(expected, rel=1e-8)
     assert table["target"].tolist() == pytest.approx([-x for x in expected], rel=1e-8)
+
+
+def enumerated_kl(probs: np.ndarray, scores: np.ndarray, n: int) -> float:
+    """KL of the best of n to a policy over a few answers, ties broken at random."""
+    at_most = np.array([probs[scores <= s].sum() for s in scores])
+    less = np.array([probs[scores < s].sum() for s in scores])
+    ratio = (at_most**n - less**n) / (at_most - less)
+    return float((probs * ratio * np.log(ratio)).sum())
+
+
+@pytest.mark.parametrize(
+    "spread", [0.3, 1.0, 3.0]
+)  # from many answers alike to one that has most of the weight
+@pytest.mark.parametrize("ties", [False, True])
+def test_kl_of_the_best_of_n_equals_enumeration(spread: float, ties: bool) -> None:
+    """A policy over 40 answers; 400 prompts of 128 samples each stand for many draws of the same prompt."""
+    rng = np.random.default_rng(int(10 * spread))
+    logits = spread * rng.normal(size=40)
+    probs = np.exp(logits) / np.exp(logits).sum()
+    scores = rng.permutation(40) // (4 if ties else 1)
+    drawn = rng.choice(40, p=probs, size=(400, 128))
+    ns = [1, 2, 8, 32, 64]
+    found = best_of_n_kl(scores[drawn], np.log(probs)[drawn], ns)
+    expected = np.array([enumerated_kl(probs, scores, n) for n in ns])
+    assert (found >= expected - 0.06).all()
+    assert (found <= expected + 0.2).all()
+    bounds = best_of_n(scores[drawn], scores[drawn], ns)["kl_bound_nats"]
+    assert (found <= bounds).all()
+    if spread == 3.0:  # where answers have weight, the bound is not the value
+        assert found[-1] < bounds.iloc[-1] - 0.3
+
+
+def test_kl_of_the_best_of_n_is_the_bound_where_no_answer_has_weight() -> None:
+    rng = np.random.default_rng(0)
+    scores = rng.normal(size=(3, 64))
+    ns = [1, 4, 16, 64]
+    found = best_of_n_kl(scores, np.full((3, 64), -40.0), ns)
+    assert found == pytest.approx([math.log(n) - (n - 1) / n for n in ns], abs=1e-9)
+
+
+def test_kl_of_the_best_of_a_certain_answer_is_zero() -> None:
+    assert best_of_n_kl([[1.0, 1.0, 1.0]], [[0.0, 0.0, 0.0]], [1, 2, 3]) == pytest.approx(0.0)
+    with pytest.raises(ValueError, match="above 0"):
+        best_of_n_kl([[1.0]], [[0.1]], [1])
+    with pytest.raises(ValueError, match="shapes differ"):
+        best_of_n_kl([[1.0]], [[-1.0, -1.0]], [1])
 
 
 def test_score_length_by_hand() -> None:  # C56
