@@ -239,6 +239,32 @@ that candidates start as. alarms: how many things training warned of, 0 for the 
 candidate was trained before there were alarms.
 """
 
+ANSWERS = _schema(
+    "answers",
+    {
+        "checkpoint": _text(_filled()),
+        "split": _text(_one_of("choose", "report")),
+        "prompt_id": _prompt_id(),
+        "response": _text(),
+        "ended": _flag(),
+        "num_tokens": _whole(),
+        "proxy": _number(),
+        "proxy_std": _number(_between(0, _INF)),
+        r"^proxy/member_[0-9]+$": pa.Column(float, checks=[_finite()], regex=True, required=False),
+        "gold": _number(nullable=True),
+        r"^gold/.+$": pa.Column(
+            float, checks=[_finite()], nullable=True, regex=True, required=False
+        ),
+        "kl": _number(),
+        "entropy": _number(_between(0, _INF)),
+    },
+)
+"""Every answer that an evaluation sampled: of each checkpoint, the incoming policy, and r0's where that is another.
+
+A checkpoint's answers to one prompt stand next to each other, its prompts in the same order as every other's. kl is
+summed over an answer's tokens, entropy the mean over them, in nats.
+"""
+
 SHOWN = _schema(
     "shown",
     {
@@ -253,6 +279,30 @@ SHOWN = _schema(
     },
 )
 """Answers to the same prompts before and after a round."""
+
+SCORED_PAIRS = _schema(
+    "scored_pairs",
+    {
+        "pair_id": _text(_filled(), unique=True),
+        "prompt_id": _prompt_id(),
+        "round": _round(),
+        "tie": _flag(),
+        "margin": _number(),
+        r"^margin/member_[0-9]+$": pa.Column(float, checks=[_finite()], regex=True),
+        "chosen_score": _number(),
+        "rejected_score": _number(),
+        "chosen_tokens": _whole(),
+        "rejected_tokens": _whole(),
+        "chosen_first": _flag(),
+        "gold_margin": _number(nullable=True),
+    },
+)
+"""Held-out pairs as the committee scores them.
+
+margin: score of chosen less that of rejected, as it was trained, mean over members; its sigmoid is the predicted
+chance of the label. The scores are scaled as policies see them: mean 0 and deviation 1 over reference answers.
+chosen_first: an order of the two answers that does not depend on the label, for calibration.
+"""
 
 TOO_LONG = _schema(
     "too_long",

@@ -140,6 +140,7 @@ def run(pipeline: config.Pipeline, name: str) -> None:
         with artifacts.write_directory(out) as directory:
             contracts.write(table, directory / "evaluations.parquet", contracts.EVALUATIONS)
             contracts.write(shown, directory / "shown.parquet", contracts.SHOWN)
+            contracts.write(_all(work.measured), directory / "answers.parquet", contracts.ANSWERS)
             plots.over_optimisation(table, name, directory / "over_optimisation.png")
             tracked.figure(directory / "over_optimisation.png")
         final = table[table["selected"] & (table["split"] == "report")].iloc[0]
@@ -320,6 +321,15 @@ def _curve(row: dict[str, Any]) -> dict[str, float]:
     parts = {key: key for key in row if key.startswith("gold/")}
     named = {**CURVES, **parts}
     return {name: float(row[key]) for name, key in named.items() if row[key] is not None}
+
+
+def _all(measured: dict[tuple[str, str], pd.DataFrame]) -> pd.DataFrame:
+    """Every answer, with whose it is and to which prompts."""
+    tables = [
+        table.assign(checkpoint=checkpoint, split=split)
+        for (checkpoint, split), table in measured.items()
+    ]
+    return pd.concat(tables, ignore_index=True)
 
 
 def _shown(before: pd.DataFrame, after: pd.DataFrame, book: PromptBook, count: int) -> pd.DataFrame:

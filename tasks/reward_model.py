@@ -148,6 +148,11 @@ def run(pipeline: config.Pipeline, name: str) -> None:
                 },
             )
             artifacts.write_json(directory / "report.json", report)
+            contracts.write(
+                scored_pairs(heldout, chosen, rejected, scales, codec),
+                directory / "scored_pairs.parquet",
+                contracts.SCORED_PAIRS,
+            )
             plots.reliability(table, report["calibration_error"], directory / "reliability.png")
             tracked.figure(directory / "reliability.png")
         artifacts.write_json(common.RUNS / name / "metrics" / "reward_model.json", report)
@@ -521,6 +526,41 @@ def _score_pairs(
     )
 
 
+def scored_pairs(
+    heldout: pd.DataFrame,
+    chosen: Tensor,
+    rejected: Tensor,
+    scales: Sequence[tuple[float, float]],
+    codec: TextCodec,
+) -> pd.DataFrame:
+    """Every held-out pair with its (M, N) raw scores of chosen and rejected: `contracts.SCORED_PAIRS`."""
+    margins = (chosen - rejected).double().numpy()
+    columns = ["pair_id", "prompt_id", "round", "tie", "gold_margin"]
+    return heldout[columns].assign(
+        margin=margins.mean(0),
+        **{f"margin/member_{i}": row for i, row in enumerate(margins)},
+        chosen_score=_scaled(chosen, scales).astype(float),
+        rejected_score=_scaled(rejected, scales).astype(float),
+        chosen_tokens=_lengths(heldout, "chosen", codec),
+        rejected_tokens=_lengths(heldout, "rejected", codec),
+        chosen_first=heldout["chosen"] < heldout["rejected"],
+    )
+
+
+def _scaled(scores: Tensor, scales: Sequence[tuple[float, float]]) -> np.ndarray:
+    """(N,) committee's scores of (M, N) raw ones, as policies see them."""
+    means, deviations = (torch.tensor(part)[:, None] for part in zip(*scales, strict=True))
+    return np.asarray(((scores - means) / deviations).mean(0).numpy())
+
+
+def _lengths(pairs: pd.DataFrame, side: str, codec: TextCodec) -> list[int]:
+    """Tokens of one side's answers."""
+    return [
+        len(codec.encode_response(text, ended))
+        for text, ended in zip(pairs[side], pairs[f"{side}_ended"], strict=True)
+    ]
+
+
 def judge(
     heldout: pd.DataFrame,
     chosen: Tensor,
@@ -550,16 +590,8 @@ def judge(
     probability = np.where(first, probability, 1 - probability)
     calibration = statistics.expected_calibration_error(probability, first.astype(float))
     table = statistics.reliability(probability, first.astype(float), bins=10)
-    means = torch.tensor([m for m, _ in scales]), torch.tensor([s for _, s in scales])
-    scaled = [
-        ((part - means[0][:, None]) / means[1][:, None]).mean(0).numpy()
-        for part in (chosen, rejected)
-    ]
-    lengths = [
-        len(codec.encode_response(text, ended))
-        for side in ("chosen", "rejected")
-        for text, ended in zip(pairs[side], pairs[f"{side}_ended"], strict=True)
-    ]
+    scaled = [_scaled(part, scales) for part in (chosen, rejected)]
+    lengths = [n for side in ("chosen", "rejected") for n in _lengths(pairs, side, codec)]
     slope, correlation = statistics.score_length(np.concatenate(scaled), np.array(lengths, float))
     per_member = [float(pairwise_accuracy(c, r)[0]) for c, r in zip(chosen, rejected, strict=True)]
     report: dict[str, float | None] = {

@@ -74,7 +74,7 @@ def measure(
     state: Measurement | None = None,
     on_step: Callable[[bool], None] = lambda precious: None,
 ) -> pd.DataFrame:
-    """One row per answer: prompt_id, response, ended, num_tokens, proxy, proxy_std, gold, gold/<part>, kl, entropy.
+    """One row per answer: `contracts.ANSWERS` without checkpoint and split.
 
     kl is the exact KL to the reference summed over the answer's tokens, entropy the mean over them, in nats.
     The answers of a prompt stand next to each other. `state` is where it is at each call of `on_step`, which is
@@ -116,6 +116,7 @@ def measure(
                 "num_tokens": [len(c.ids) for c in completions],
                 "proxy": members.mean(0).double().numpy(),
                 "proxy_std": members.std(0, correction=0).double().numpy(),
+                **{f"proxy/member_{i}": row.double().numpy() for i, row in enumerate(members)},
                 "gold": np.nan,
                 "kl": apart.kl.double().numpy(),
                 "entropy": apart.entropy.double().numpy(),
