@@ -10,6 +10,7 @@ import argparse
 import math
 import shutil
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,12 @@ from rlhf import artifacts, champion, config, contracts, tracking
 from rlhf.champion import LINEAGE, policy_digest
 from rlhf.errors import BadInput
 from rlhf.progress import Clock
+from rlhf.report import findings, page
 from rlhf.resume import content_digest
 from tasks import common
+
+NUM_BOOTSTRAP = 1000
+PAGE = "report.html"
 
 
 def run(pipeline: config.Pipeline, name: str) -> None:
@@ -60,6 +65,7 @@ def run(pipeline: config.Pipeline, name: str) -> None:
             if best is not None:
                 artifacts.write_json(directory / LINEAGE, lineage(pipeline, name, best, source))
         artifacts.write_json(common.RUNS / name / "metrics" / "decision.json", decision)
+        told = write_report(pipeline, name, decision)
         by, because, _ = champion.whose_word(decision)
         tracked.tags(
             {
@@ -73,6 +79,7 @@ def run(pipeline: config.Pipeline, name: str) -> None:
         tracked.summary(_gate_metrics(rows, decision["promoted"]))
         tracked.table("candidates", rows)
         tracked.artifact(common.RUNS / name / "metrics" / "decision.json")
+        tracked.artifact(told)
         for key, figure in figures.items():
             with artifacts.temporary_file(Path(".scratch") / f"{key}.png") as copy:
                 shutil.copyfile(figure, copy)
@@ -283,6 +290,37 @@ def _parent(declared: config.Round) -> dict[str, Any]:
         written = artifacts.read_json(policy / LINEAGE)
         start = {key: written[key] for key in start}
     return {**start, "weights": policy_digest(policy)}
+
+
+# --- the report ----------------------------------------------------------------------------------
+
+
+def write_report(pipeline: config.Pipeline, name: str, decision: dict[str, Any]) -> Path:
+    """Write runs/<round>/report; returns its page."""
+    declared = pipeline.rounds[name]
+    found = findings.find(
+        common.RUNS / name,
+        name,
+        {key: candidate.algorithm for key, candidate in pipeline.candidates_of(name).items()},
+        starts_as=findings.INITIAL if declared.init == "initial" else findings.INCOMING,
+        num_bootstrap=NUM_BOOTSTRAP,
+        seed=pipeline.seed_for("report", name),
+    )
+    prompts = contracts.read(common.TABLES / "prompts.parquet", contracts.PROMPTS)
+    text = page.render(
+        found,
+        decision,
+        project=pipeline.project,
+        start=declared.from_,
+        prompts=dict(zip(prompts["prompt_id"], prompts["prompt"], strict=True)),
+        warnings={row["candidate"]: row["warnings"] for row in decision["candidates"]},
+        seed=pipeline.seed,
+        packages={package: version(package) for package in ("torch", "transformers")},
+    )
+    out = common.RUNS / name / "report"
+    with artifacts.write_directory(out) as directory:
+        artifacts.write_text(directory / PAGE, text)
+    return out / PAGE
 
 
 # --- reading -------------------------------------------------------------------------------------
