@@ -31,7 +31,7 @@ test-slow: $(READY) ## the slow ones: a real language model, longer training
 test-deployed: $(READY) ## a real Prefect server and worker, killed and resumed (minutes)
 	@$(BIN)/python -m pytest -m deployed
 
-recovery: $(READY) ## kill stages at random points, many times over (about 10 minutes)
+recovery: $(READY) ## kill stages at random points, many times over (about 6 minutes)
 	@$(BIN)/python -m pytest -m 'not deployed' tests/recovery
 
 presets: $(READY) ## every preset on the default, for docs/algorithms.md (about an hour)
