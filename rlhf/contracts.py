@@ -288,7 +288,7 @@ SCORED_PAIRS = _schema(
         "round": _round(),
         "tie": _flag(),
         "margin": _number(),
-        r"^margin/member_[0-9]+$": pa.Column(float, checks=[_finite()], regex=True),
+        r"^margin/member_[0-9]+$": pa.Column(float, checks=[_finite()], regex=True, required=False),
         "chosen_score": _number(),
         "rejected_score": _number(),
         "chosen_tokens": _whole(),

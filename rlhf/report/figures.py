@@ -151,7 +151,7 @@ def calibration(found: RewardModel) -> str:
         axes.set_title(f"{found.pairs} held-out pairs, error {found.error:.3f}", fontsize=10)
         axes.legend(frameon=False, fontsize=8)
 
-    return _draw(3.8, 3.4, plot)
+    return _draw(5.2, 3.6, plot)
 
 
 def accuracy(found: RewardModel) -> str | Missing:
@@ -206,7 +206,7 @@ def disagreement(found: Findings) -> str | Missing:
                 label=candidate.candidate,
             )
         axes.set_xlim(left=0)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
         axes.set_xlabel(DISTANCE)
         axes.set_ylabel("deviation between members")
         axes.legend(frameon=False, fontsize=8)

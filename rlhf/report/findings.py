@@ -205,9 +205,17 @@ def find(
         else:
             failed[name] = f"{place}/answers.parquet is not there: it failed, or was not run"
     options = _Options(num_bootstrap, seed)
-    paths = [
-        _path(name, candidates[name], *table, starts_as, options) for name, table in tables.items()
-    ]
+    paths = []
+    for name, table in tables.items():
+        path = _said(
+            lambda name=name, table=table: _path(  # type: ignore[misc]
+                name, candidates[name], table[0], table[1], starts_as, options
+            )
+        )
+        if isinstance(path, Missing):
+            failed[name] = path.reason
+        else:
+            paths.append(path)
     policies = _policies(paths, {name: answers for name, (_, answers) in tables.items()})
     judge = next((str(rows["judge"].iloc[0]) for rows, _ in tables.values()), "none")
     has_gold = judge not in ("proxy", "none")
@@ -265,7 +273,9 @@ def _path(
     start = INITIAL if starts_as == INITIAL and INITIAL in of else INCOMING
     steps = rows[(rows["split"] == "report") & (rows["checkpoint"] != INCOMING)].sort_values("step")
     base = of[start]
-    gold = not base["gold"].isna().any()
+    gold, no_gold = not answers["gold"].isna().any(), _NO_GOLD
+    if not gold and not answers["gold"].isna().all():
+        no_gold = Missing("gold is not known of every answer")
 
     def change(table: pd.DataFrame, column: str) -> np.ndarray:
         return np.asarray(_by_prompt(table, column).mean(1) - _by_prompt(base, column).mean(1))
@@ -280,7 +290,7 @@ def _path(
                 step=row["step"],
                 kl=options.mean(_by_prompt(table, "kl").mean(1)),
                 proxy=options.mean(change(table, "proxy")),
-                gold=options.mean(change(table, "gold")) if gold else _NO_GOLD,
+                gold=options.mean(change(table, "gold")) if gold else no_gold,
                 members=[float(change(table, c).mean()) for c in members],
                 disagreement=float(table["proxy_std"].mean()),
                 length=float(table["num_tokens"].mean()),
@@ -305,9 +315,9 @@ def _path(
 
     chosen = next(point for point in points if point.selected)
     best = points[int(np.argmax([p.gold.value for p in points]))] if gold else None  # type: ignore[union-attr]
-    left: Maybe[Interval] = _NO_GOLD
-    parts: Maybe[list[Part]] = _NO_GOLD
-    parted: Maybe[Interval] = _NO_GOLD
+    left: Maybe[Interval] = no_gold
+    parts: Maybe[list[Part]] = no_gold
+    parted: Maybe[Interval] = no_gold
     if best is not None:
         left = options.mean(
             change(of[best.checkpoint], "gold") - change(of[chosen.checkpoint], "gold")
@@ -341,8 +351,8 @@ def _path(
         start=start,
         points=points,
         proxy=curve("proxy"),
-        gold=curve("gold") if gold else _NO_GOLD,
-        best=best.checkpoint if best is not None else _NO_GOLD,
+        gold=curve("gold") if gold else no_gold,
+        best=best.checkpoint if best is not None else no_gold,
         left=left,
         parted=parted,
         parts=parts,

@@ -244,4 +244,11 @@ def _missing(value: object) -> bool:
 
 
 def _kl(fit: Fit) -> str:
-    return "none" if fit.peak is None else f"{fit.peak.value**2:.1f}"
+    """Where a curve peaks, in nats; beyond three times the distance that was measured no number is worth printing."""
+    if fit.peak is None:
+        return "none"
+    if fit.peak_is_measured:
+        return f"{fit.peak.value**2:.1f} [{fit.peak.lower**2:.1f}, {_squared(fit.peak.upper)}]"
+    if fit.peak.value > 3 * fit.reach:
+        return f"beyond {fit.reach**2:.1f}"
+    return f"{fit.peak.value**2:.1f} (extrapolated)"

@@ -91,6 +91,7 @@ def run(folder: Path, name: str, before: str, *, kept: bool = False, word: Any =
         "candidates": rows,
     }
     write(home / "metrics/decision.json", decision)
+    write(home / "report/report.html", f"<p>{name}</p>")
     promoted = home / "promoted"
     incoming = folder / "runs" / before / "promoted"
     if kept:

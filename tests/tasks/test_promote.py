@@ -380,7 +380,14 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> config.Pipeline:
     directory(Path("runs/r0/promoted"), "start")
     directory(Path("runs/r1/reward_model/member_0"), "scores")
     Path("data/tables").mkdir(parents=True)
-    Path("data/tables/prompts.parquet").write_text("prompts")
+    prompt = "write a review"
+    book = {
+        "prompt_id": [contracts.prompt_id(prompt)],
+        "prompt": [prompt],
+        "messages": [None],
+        "split": ["report"],
+    }
+    contracts.write(pd.DataFrame(book), "data/tables/prompts.parquet", contracts.PROMPTS)
     for key, gold in zip(names, (1.0, 2.0), strict=True):
         policy = Path("runs/r1/policies") / key
         directory(policy / "step-00002", key)
