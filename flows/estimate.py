@@ -25,7 +25,7 @@ from rlhf.progress import TIMINGS
 HISTORY = TIMINGS / "history.jsonl"
 _KEPT = 10  # runs of each stage
 _COMPARED = 8  # latest runs that an estimate looks at
-_GPU_STAGES = ("sft", "preferences", "reward_model", "policy", "evaluate")
+_GPU_STAGES = ("sft", "preferences", "reward_model", "policy", "evaluate", "best_of_n")
 
 
 @dataclass(frozen=True)
@@ -339,6 +339,7 @@ WORK: dict[str, Callable[[str, Setting], float]] = {
     "reward_model": _reward_model,
     "policy": _policy,
     "evaluate": _evaluate,
+    "best_of_n": lambda key, setting: float(setting("evaluation")["best_of_n_samples"]),
     "promote": lambda key, setting: 1.0,
 }
 

@@ -30,7 +30,7 @@ _NUMBERS = {  # column of a row -> number of an evaluation
     "win_rate_upper": "win_rate_upper",
 }
 _OF_A_MOVE = ("kl", "win_rate", "win_rate_lower", "win_rate_upper")
-_STAGES = ("preferences", "reward_model", "promote")  # once a round
+_STAGES = ("preferences", "reward_model", "best_of_n", "promote")  # once a round
 _STAGES_OF_CANDIDATES = ("policy", "evaluate")
 
 

@@ -24,7 +24,7 @@ from rlhf.errors import BadInput, StageFailed
 from rlhf.optimise.imported import check_imported
 
 Commit = Literal["always", "able", "never"]
-_USES_A_DEVICE = ("sft", "preferences", "reward_model", "policy", "evaluate")
+_USES_A_DEVICE = ("sft", "preferences", "reward_model", "policy", "evaluate", "best_of_n")
 
 
 @dataclass(frozen=True)

@@ -107,8 +107,14 @@ def remake(path: str | Path) -> str:
     if len(inside) >= 4 and inside[2] in ("policies", "evaluations"):
         stage = {"policies": "policy", "evaluations": "evaluate"}[inside[2]]
         return f"dvc repro {stage}@{inside[3]}"
-    if len(inside) >= 3 and inside[2] in ("preferences", "reward_model", "promoted"):
-        stage = "promote" if inside[2] == "promoted" else inside[2]
+    if len(inside) >= 3 and inside[2] in (
+        "preferences",
+        "reward_model",
+        "best_of_n",
+        "promoted",
+        "report",
+    ):
+        stage = "promote" if inside[2] in ("promoted", "report") else inside[2]
         return f"dvc repro {stage}@{inside[1]}"
     return "dvc repro"
 

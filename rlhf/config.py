@@ -392,6 +392,7 @@ class Evaluation(Section):
     temperature: PositiveFloat
     sampling_batch_size: Positive
     select: Literal["last", "best_proxy", "best_gold"]
+    best_of_n_samples: Annotated[int, Field(ge=2)]
     num_bootstrap: Annotated[int, Field(ge=100)]
     num_shown: Positive
 
@@ -901,6 +902,7 @@ _LINES_TO_ADD = {
     "rounds.*.gate.tie_break": "[]",
     "rounds.*.gate.on_fail": "keep",
     "lineage": "{commit: true, push: false}",
+    "evaluation.best_of_n_samples": "64",
 }
 
 

@@ -257,13 +257,26 @@ ANSWERS = _schema(
         ),
         "kl": _number(),
         "entropy": _number(_between(0, _INF)),
+        "logprob": _number(),
     },
 )
 """Every answer that an evaluation sampled: of each checkpoint, the incoming policy, and r0's where that is another.
 
 A checkpoint's answers to one prompt stand next to each other, its prompts in the same order as every other's. kl is
-summed over an answer's tokens, entropy the mean over them, in nats.
+summed over an answer's tokens, entropy the mean over them, logprob the answer's under its own policy, in nats.
 """
+
+BEST_OF_N = _schema(
+    "best_of_n",
+    {
+        "n": pa.Column(int, checks=[_between(1, _INF)], unique=True),
+        "proxy": _number(),
+        "gold": _number(nullable=True),
+        "kl_nats": _number(_between(0, _INF)),
+        "kl_bound_nats": _number(_between(0, _INF)),
+    },
+)
+"""Means over report prompts of the best of n answers by proxy. kl_nats: from the answers' probabilities."""
 
 SHOWN = _schema(
     "shown",

@@ -50,7 +50,7 @@ def run(pipeline: config.Pipeline, name: str) -> None:
     )
     checkpoints = _checkpoints(policies / "checkpoints.json")
     path = [{"checkpoint": INCOMING, "step": 0, "updates": 0}, *checkpoints]
-    initial = _initial(candidate.from_)
+    initial = initial_policy(candidate.from_)
     # A round may have kept the policy it started from.
     apart = initial != incoming and policy_digest(initial) != policy_digest(incoming)
     start = initial if apart and pipeline.rounds[candidate.round].init == "initial" else incoming
@@ -224,7 +224,7 @@ class Work:
         self._tracked.resume(state["tracked"])
 
 
-def _initial(round_name: str) -> Path:
+def initial_policy(round_name: str) -> Path:
     """r0's policy, for a round that starts from `round_name`: the one that r0's metrics name, which DVC watches."""
     promoted = common.need(common.RUNS / "r0" / "promoted")
     if round_name == "r0":

@@ -120,6 +120,7 @@ def measure(
                 "gold": np.nan,
                 "kl": apart.kl.double().numpy(),
                 "entropy": apart.entropy.double().numpy(),
+                "logprob": apart.logprob.double().numpy(),
             }
         )
         if judges.gold is not None:
@@ -165,8 +166,8 @@ def summarise(
         )
     wins, wins_initial = (
         win_rate(
-            _by_prompt(answers, score),
-            _by_prompt(other, score),
+            by_prompt(answers, score),
+            by_prompt(other, score),
             num_bootstrap=num_bootstrap,
             seed=seed,
         )
@@ -206,7 +207,7 @@ def standard_error(answers: pd.DataFrame, column: str) -> float | None:
     return float(means.std(ddof=1) / math.sqrt(len(means))) if len(means) > 1 else None
 
 
-def _by_prompt(answers: pd.DataFrame, column: str) -> np.ndarray:
+def by_prompt(answers: pd.DataFrame, column: str) -> np.ndarray:
     """(P, S): the answers of each prompt in a row, prompts in order of appearance."""
     per = len(answers) // answers["prompt_id"].nunique()
     return answers[column].to_numpy().reshape(-1, per)

@@ -218,6 +218,20 @@ def best_of_n(proxy: ArrayLike, target: ArrayLike, ns: Sequence[int]) -> pd.Data
     return pd.DataFrame(rows)
 
 
+def best_of_n_by_prompt(chooser: ArrayLike, target: ArrayLike, ns: Sequence[int]) -> Floats:
+    """(len(ns), P) mean target of the best of n on each prompt; `best_of_n` has their means.
+
+    Args:
+        chooser: (P, N) scores that choose.
+        target: (P, N) scores that are reported.
+        ns: values of n, 1 to N.
+    """
+    choosing, meant = finite("chooser", chooser, 2), finite("target", target, 2)
+    if choosing.shape != meant.shape:
+        raise ValueError(f"shapes differ: chooser {choosing.shape}, target {meant.shape}")
+    return np.stack([(w * meant).sum(axis=1) for w in _subset_weights(choosing, ns)])
+
+
 def best_of_n_kl(proxy: ArrayLike, logprobs: ArrayLike, ns: Sequence[int]) -> Floats:
     """KL of the best of n by proxy to the policy that samples, in nats, mean over prompts.
 

@@ -104,10 +104,13 @@ def logprobs_of(
 
 @dataclass(frozen=True)
 class Divergence:
-    """Per sequence, (B,) each, in nats: exact KL(policy || reference) summed over the sampled path, mean entropy."""
+    """Per sequence, (B,) each, in nats: exact KL(policy || reference) summed over the sampled path, mean entropy,
+    and the log-probability of the sequence under the policy.
+    """
 
     kl: Tensor
     entropy: Tensor
+    logprob: Tensor
 
 
 @torch.inference_mode()
@@ -124,7 +127,7 @@ def divergence(
     It is that of the distributions at the temperature that the sequences were sampled with.
     At most `batch_size` sequences at once, fewer where answers are long and the vocabulary large.
     """
-    kl, entropy = torch.zeros(len(sequences)), torch.zeros(len(sequences))
+    kl, entropy, logprob = (torch.zeros(len(sequences)) for _ in range(3))
     vocabulary = int(policy.get_input_embeddings().weight.shape[0])  # type: ignore[index]
     per_row = vocabulary * max(1, sequences.response_ids.shape[1])
     for rows in by_length(sequences, max(1, min(batch_size, LOGITS_AT_ONCE // per_row))):
@@ -137,4 +140,6 @@ def divergence(
         spread = token_entropy(logits, temperature=temperature)
         mean = masked_sum(spread, part.response_mask, dim=1) / part.lengths.clamp(min=1)
         entropy[rows] = mean.cpu()
-    return Divergence(kl, entropy)
+        tokens = token_logprobs(logits, part.response_ids, temperature=temperature)
+        logprob[rows] = masked_sum(tokens, part.response_mask, dim=1).cpu()
+    return Divergence(kl, entropy, logprob)

@@ -7,6 +7,7 @@ colour-blind people. The same numbers give the same bytes.
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ import numpy as np
 
 from rlhf.evaluation.over_optimisation import Coefficients, Fit, curve
 from rlhf.evaluation.statistics import Interval
-from rlhf.report.findings import Findings, Missing, Path_, RewardModel
+from rlhf.report.findings import BestOfN, Findings, Maybe, Missing, Path_, RewardModel
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -104,8 +105,8 @@ def path(found: Path_) -> str:
     return _draw(5.2, 3.6, plot)
 
 
-def frontier(paths: Sequence[Path_]) -> str | Missing:
-    """Gold over the start's against distance, all candidates."""
+def frontier(paths: Sequence[Path_], best_of: Maybe[BestOfN]) -> str | Missing:
+    """Gold over the start's against distance, all candidates and best-of-n."""
     if not paths or any(isinstance(point.gold, Missing) for path in paths for point in path.points):
         return Missing("no gold is declared")
 
@@ -123,6 +124,11 @@ def frontier(paths: Sequence[Path_]) -> str | Missing:
                 axes.plot(
                     at.distance, at.gold.value, "o", markersize=13, fillstyle="none", color=colour
                 )
+        if isinstance(best_of, BestOfN) and not isinstance(best_of.gold, Missing):
+            _bars(
+                axes, [math.sqrt(kl) for kl in best_of.kl], best_of.gold, fmt="*", color="black",
+                label=f"best of n, to {best_of.samples}", linestyle=":", linewidth=1.0,
+            )  # fmt: skip
         axes.axhline(0, color=GREY, linewidth=0.8)
         axes.set_xlim(left=0)
         axes.set_xlabel(DISTANCE)
@@ -131,6 +137,24 @@ def frontier(paths: Sequence[Path_]) -> str | Missing:
         axes.legend(frameon=False, fontsize=8)
 
     return _draw(6.0, 3.8, plot)
+
+
+def best_of_n(found: BestOfN) -> str:
+    """Proxy and gold of the best of n, against n."""
+
+    def plot(axes: Axes) -> None:
+        _bars(axes, found.ns, found.proxy, fmt="o-", color=BLUE, label="proxy, which chooses")
+        if not isinstance(found.gold, Missing):
+            _bars(axes, found.ns, found.gold, fmt="s--", color=ORANGE, label="gold: what is meant")
+        axes.axhline(0, color=GREY, linewidth=0.8)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(found.ns, [str(n) for n in found.ns])
+        axes.minorticks_off()
+        axes.set_xlabel("n answers, of which the proxy chooses one")
+        axes.set_ylabel("reward over the start's")
+        axes.legend(frameon=False, fontsize=8)
+
+    return _draw(5.2, 3.6, plot)
 
 
 def calibration(found: RewardModel) -> str:

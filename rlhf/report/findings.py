@@ -162,6 +162,33 @@ class RewardModel:
 
 
 @dataclass(frozen=True)
+class BestOfN:
+    """What choosing the best of n answers of the start by proxy gains, without training.
+
+    Attributes:
+        ns: values of n.
+        kl: to the start, from the answers' probabilities; bound, log n - (n-1)/n, which it does not exceed.
+        proxy, gold: over the start's, one per n.
+        fitted: the curve of gold d (alpha - beta d).
+    """
+
+    samples: int
+    ns: list[int]
+    kl: list[float]
+    bound: list[float]
+    proxy: list[Interval]
+    gold: Maybe[list[Interval]]
+    fitted: Maybe[Fit]
+
+    @property
+    def best(self) -> int | None:
+        """N with the highest gold."""
+        if isinstance(self.gold, Missing):
+            return None
+        return self.ns[int(np.argmax([g.value for g in self.gold]))]
+
+
+@dataclass(frozen=True)
 class Findings:
     """Everything that the report of a round draws and says."""
 
@@ -172,6 +199,7 @@ class Findings:
     paths: list[Path_]
     failed: dict[str, str]
     comparison: Maybe[Comparison]
+    best_of_n: Maybe[BestOfN]
     reward_model: Maybe[RewardModel]
     answers: dict[str, pd.DataFrame] = field(repr=False)
     """Of each policy on report prompts: incoming, r0's where it is another, each candidate's chosen checkpoint."""
@@ -227,6 +255,7 @@ def find(
         paths=paths,
         failed=failed,
         comparison=_said(lambda: _compare(policies, "gold" if has_gold else "proxy", options)),
+        best_of_n=_said(lambda: _best_of_n(folder / "best_of_n", options)),
         reward_model=_said(lambda: _reward_model(folder / "reward_model", round, options)),
         answers=policies,
     )
@@ -406,6 +435,45 @@ def _compare(policies: Mapping[str, pd.DataFrame], score: str, options: _Options
         },
         detectable=max(comparison.detectable_difference(share) for share in shares),
         prompts=len(next(iter(scores.values()))),
+    )
+
+
+# --- best of n ---
+
+
+def _best_of_n(folder: Path, options: _Options) -> BestOfN:
+    path = folder / "answers.parquet"
+    if not path.is_file():
+        raise ValueError(f"{path} is not there")
+    answers = contracts.read(path, contracts.ANSWERS)
+    table = contracts.read(folder / "best_of_n.parquet", contracts.BEST_OF_N)
+    proxy, gold = (_by_prompt(answers, column) for column in ("proxy", "gold"))
+    ns = table["n"].tolist()
+    has_gold = not answers["gold"].isna().any()
+
+    def over_start(target: np.ndarray) -> np.ndarray:
+        by_prompt = statistics.best_of_n_by_prompt(proxy, target, ns)
+        return np.asarray(by_prompt - target.mean(1))
+
+    def fitted() -> Fit:
+        gains = np.concatenate([np.zeros((1, len(gold))), over_start(gold)[1:]])
+        kl = np.repeat(table["kl_nats"].to_numpy()[:, None], len(gold), axis=1)
+        return over_optimisation.fit(
+            kl[None],
+            gains[None],
+            form="bon",
+            num_bootstrap=options.num_bootstrap,
+            seed=options.seed,
+        )
+
+    return BestOfN(
+        samples=proxy.shape[1],
+        ns=ns,
+        kl=table["kl_nats"].tolist(),
+        bound=table["kl_bound_nats"].tolist(),
+        proxy=[options.mean(row) for row in over_start(proxy)],
+        gold=[options.mean(row) for row in over_start(gold)] if has_gold else _NO_GOLD,
+        fitted=_said(fitted) if has_gold else _NO_GOLD,
     )
 
 

@@ -75,7 +75,7 @@ def render(
     )
     environment.tests["missing"] = lambda value: isinstance(value, Missing)
     drawn = [(path, _svg(figures.path(path)), verdict(path)) for path in found.paths]
-    model = found.reward_model
+    model, best = found.reward_model, found.best_of_n
     page = environment.get_template("page.html").render(
         found=found,
         decision=decision,
@@ -84,7 +84,8 @@ def render(
         seed=seed,
         packages=packages,
         drawn=drawn,
-        frontier=_svg(figures.frontier(found.paths)),
+        frontier=_svg(figures.frontier(found.paths, found.best_of_n)),
+        best_of_n=best if isinstance(best, Missing) else _svg(figures.best_of_n(best)),
         disagreement=_svg(figures.disagreement(found)),
         calibration=model if isinstance(model, Missing) else _svg(figures.calibration(model)),
         accuracy=model if isinstance(model, Missing) else _svg(figures.accuracy(model)),

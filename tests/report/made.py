@@ -52,6 +52,7 @@ def answers(
             **({"gold/rep": rep, "gold/topic": total - rep} if gold else {}),
             "kl": d**2 * rng.gamma(4, 0.25, rows),
             "entropy": 2.0,
+            "logprob": -40.0,
         }
     )  # fmt: skip
 
@@ -119,6 +120,24 @@ def _summary(table: pd.DataFrame, gold: bool) -> dict[str, Any]:
         "kl_nats": table["kl"].mean(), "length_mean": 20.0, "length_ratio": 1.0, "entropy_nats": 2.0,
         "ended_fraction": 1.0, "judge": "gold:made" if gold else "proxy",
     }  # fmt: skip
+
+
+def best_of_n(folder: Path, *, prompts: int = 60, samples: int = 32, gold: bool = True) -> None:
+    """Gold follows the proxy up to a value, and falls beyond it."""
+    from tasks.best_of_n import best_of
+
+    rng = np.random.default_rng(5)
+    table = answers(rng, 0.0, prompts=prompts, samples=samples)
+    proxy = rng.normal(0, 1, len(table))
+    meant = np.where(proxy < 1, proxy, 2 - 2 * (proxy - 0.5)) + rng.normal(0, 0.2, len(table))
+    table = table.drop(columns=["gold/rep", "gold/topic"]).assign(
+        proxy=proxy, gold=meant if gold else np.nan
+    )
+    place = folder / "best_of_n"
+    place.mkdir(parents=True)
+    kept = table.assign(checkpoint="start", split="report")
+    contracts.write(kept, place / "answers.parquet", contracts.ANSWERS)
+    contracts.write(best_of(table, has_gold=gold), place / "best_of_n.parquet", contracts.BEST_OF_N)
 
 
 def reward_model(folder: Path, *, pairs: int = 400, gold: bool = True, prompts: int = 50) -> None:

@@ -14,7 +14,7 @@ from rlhf import contracts
 from rlhf.evaluation.over_optimisation import Fit
 from rlhf.evaluation.statistics import Interval
 from rlhf.report import findings
-from rlhf.report.findings import Comparison, Findings, Missing, RewardModel, find
+from rlhf.report.findings import BestOfN, Comparison, Findings, Missing, RewardModel, find
 
 PPO = {"r1-ppo": "ppo"}
 
@@ -31,6 +31,7 @@ def gamed(tmp_path_factory: pytest.TempPathFactory) -> Findings:
     made.candidate(folder, "r1-ppo")
     made.candidate(folder, "r1-grpo", (0.0, 0.3, 0.6, 0.9, 1.5), seed=1)
     made.reward_model(folder)
+    made.best_of_n(folder)
     return found(folder, {**PPO, "r1-grpo": "grpo"})
 
 
@@ -145,6 +146,23 @@ def test_what_the_reward_model_knows(gamed: Findings) -> None:
     assert sum(b.count for b in model.by_length) == 400
 
 
+def test_the_best_of_n(gamed: Findings) -> None:
+    best = gamed.best_of_n
+    assert isinstance(best, BestOfN)
+    assert best.ns == [1, 2, 4, 8, 16, 32]
+    assert best.samples == 32
+    assert best.best in (2, 4)  # a gold that falls where the proxy exceeds 1
+    assert best.kl == pytest.approx(best.bound)  # no answer has weight
+    assert [p.value for p in best.proxy] == sorted(p.value for p in best.proxy)
+    assert best.proxy[0].value == pytest.approx(0)
+    # The mean of the highest of n normal variables: .564 for two, 1.029 for four.
+    assert inside(best.proxy[1], 0.564)
+    assert inside(best.proxy[2], 1.029)
+    assert isinstance(best.fitted, Fit)
+    assert best.fitted.form == "bon"
+    assert best.fitted.peak is not None
+
+
 # --- what cannot be said ---
 
 
@@ -156,6 +174,7 @@ def reason(value: Any) -> str:
 def test_no_gold(tmp_path: Path) -> None:
     made.candidate(tmp_path, "r1-ppo", gold=False)
     made.reward_model(tmp_path, gold=False)
+    made.best_of_n(tmp_path, gold=False)
     result = found(tmp_path)
     (path,) = result.paths
     assert not result.has_gold
@@ -165,6 +184,9 @@ def test_no_gold(tmp_path: Path) -> None:
     assert isinstance(result.comparison, Comparison)  # by the proxy, which the page says
     assert isinstance(result.reward_model, RewardModel)
     assert reason(result.reward_model.ceiling) == "no gold is declared"
+    assert isinstance(result.best_of_n, BestOfN)
+    assert reason(result.best_of_n.gold) == "no gold is declared"
+    assert result.best_of_n.best is None
 
 
 def test_one_checkpoint(tmp_path: Path) -> None:
@@ -218,6 +240,7 @@ def test_a_candidate_that_failed(tmp_path: Path) -> None:
     assert [path.candidate for path in result.paths] == ["r1-ppo"]
     assert "r1-dpo/answers.parquet is not there" in result.failed["r1-dpo"]
     assert "scored_pairs.parquet is not there" in reason(result.reward_model)
+    assert "best_of_n/answers.parquet is not there" in reason(result.best_of_n)
 
 
 def test_nothing_at_all(tmp_path: Path) -> None:

@@ -74,6 +74,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made.candidate(place, "r1-ppo")
     made.candidate(place, "r1-grpo", (0.0, 0.3, 0.6, 0.9, 1.5), seed=1)
     made.reward_model(place)
+    made.best_of_n(place)
     return place
 
 
@@ -95,7 +96,10 @@ def test_a_whole_page(folder: Path) -> None:
     assert "answer 0 <b>&" in words
     assert "60 report prompts, which chose no checkpoint" in words
     assert "git checkout round/r1" in words
-    assert text.count("<svg") == 6  # two paths, the frontier, the committee, accuracy, calibration
+    assert "Gold is highest at n = " in words
+    assert (
+        text.count("<svg") == 7
+    )  # two paths, frontier, committee, best of n, accuracy, calibration
     assert len(text.encode()) < 600_000
 
 
