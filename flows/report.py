@@ -275,7 +275,7 @@ def _further(pipeline: Pipeline, round: str, folder: str | Path) -> list[str]:
     programs = _programs()
     lines = [
         f"{'runs/' + round + '/promoted':<45} the promoted policy, a transformers directory",
-        f"{'runs/' + round + '/evaluations/*/over_optimisation.png':<45} proxy and gold against KL",
+        f"{'runs/' + round + '/report/report.html':<45} was the reward gamed? open it in a browser",
         f"{'runs/' + round + '/metrics/decision.json':<45} the decision, with every number",
         f"{programs + 'python -m flows report --round ' + round:<45} this page again",
         f"{programs + 'python -m flows plan':<45} what would run now, and why",
