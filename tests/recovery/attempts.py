@@ -175,8 +175,8 @@ def survives_kills(
 ) -> list[Attempt]:
     """The stage, killed at random points and run again, ends as a run that nothing disturbs: outputs and curves.
 
-    The first kill comes in the first half of the work, the later ones a little after the run went on. Before a
-    rerun the outputs are removed, as DVC does. Returns the attempts after the kills.
+    The first kill comes about half way, when a step is done and saved; the later ones a little after the run went
+    on. Before a rerun the outputs are removed, as DVC does. Returns the attempts after the kills.
 
     Args:
         outputs: files and directories, from the project's folder.
@@ -194,7 +194,7 @@ def survives_kills(
     attempts = []
     for number in range(kills):
         project.remove(*outputs)
-        share = dice.uniform(0.2, 0.5) if number == 0 else dice.uniform(0.01, 0.4 / kills)
+        share = dice.uniform(0.4, 0.65) if number == 0 else dice.uniform(0.01, 0.4 / kills)
         at = max(1, int(straight.calls * share))
         attempts.append(project.run(stage, *arguments, strike=Strike(at)))
         print(f"kill at call {at}: {attempts[-1].log.strip()}")
