@@ -87,7 +87,7 @@ def small(pipeline: dict[str, Any]) -> None:
     candidates["r1-ppo"]["value"]["warmup_steps"] = 1
     candidates["r1-grpo"] |= {"steps": 6, "checkpoint_every": 3}
     candidates["r1-dpo"] |= {"epochs": 1, "pairs_per_group": 1, "checkpoint_every": 6}
-    pipeline["evaluation"] |= {"final_samples_per_prompt": 13}
+    pipeline["evaluation"] |= {"final_samples_per_prompt": 13, "best_of_n_samples": 16}
 
 
 def minimal(pipeline: dict[str, Any]) -> None:
@@ -120,6 +120,7 @@ def minimal(pipeline: dict[str, Any]) -> None:
         "batch_size": 16, "micro_batch_size": 16, "warmup_steps": 2, "checkpoint_every": 4
     }  # fmt: skip
     pipeline["evaluation"] |= {
+        "best_of_n_samples": 4,
         "choose_samples_per_prompt": 1, "report_samples_per_prompt": 1, "final_samples_per_prompt": 2,
         "sampling_batch_size": 32, "num_bootstrap": 100, "num_shown": 4,
     }  # fmt: skip

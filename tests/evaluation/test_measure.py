@@ -72,6 +72,7 @@ def evaluation(**changes: Any) -> config.Evaluation:
         "temperature": 1.0,
         "sampling_batch_size": 7,
         "select": "last",
+        "best_of_n_samples": 4,
         "num_bootstrap": 200,
         "num_shown": 2,
     }

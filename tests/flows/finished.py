@@ -58,6 +58,8 @@ def run(folder: Path, name: str, before: str, *, kept: bool = False, word: Any =
         write(home / f"reward_model/member_{number}/model.safetensors", f"member {number} {name}")
     write(home / "reward_model/report.json", {})
     write(home / "metrics/reward_model.json", {"accuracy": 0.7})
+    write(home / "best_of_n/best_of_n.parquet", "numbers of best-of-n")
+    write(home / "metrics/best_of_n.json", {"x": 1})
     rows = []
     for kind in ("ppo", "dpo"):
         candidate = f"{name}-{kind}"

@@ -17,7 +17,7 @@ from rlhf.config import Pipeline
 from rlhf.errors import BadInput
 
 STAGES = ("preferences@{0}", "reward_model@{0}", "policy@{0}-ppo", "policy@{0}-dpo",
-          "evaluate@{0}-ppo", "evaluate@{0}-dpo", "promote@{0}")  # fmt: skip
+          "evaluate@{0}-ppo", "evaluate@{0}-dpo", "best_of_n@{0}", "promote@{0}")  # fmt: skip
 
 
 def timings(folder: Path, stages: Mapping[str, tuple[float, int]]) -> None:
@@ -61,7 +61,7 @@ def test_one_row_per_round(rounds: Pipeline, project: Path) -> None:
     )
     assert (first["win_rate_initial"], first["win_rate_initial_upper"]) == (0.75, 0.8)
     assert (first["pairs"], first["carried"]) == (35, 0)
-    assert (first["tokens"], first["seconds"]) == (700, 70.0)
+    assert (first["tokens"], first["seconds"]) == (800, 80.0)
 
 
 def test_the_start_is_as_the_first_round_judged_it(rounds: Pipeline, project: Path) -> None:
@@ -133,7 +133,7 @@ def test_what_is_printed(rounds: Pipeline, project: Path) -> None:
         "0.75 [0.70,0.80]",
         "0.62 [0.60,0.65]",
         "1.00G",
-        "8060",
+        "8070",
     ):
         assert words in wide["r1"]
     assert "35 +35" in wide["r2"]
@@ -184,4 +184,4 @@ def test_the_table_and_its_figure_are_on_the_newest_decided_round(
     timings(project, {stage.format("r2"): (1.0, 1) for stage in STAGES})
     assert overview.log(rounds, project)
     content = json.loads(Path(client.download_artifacts(run_id, "tables/rounds.json")).read_text())
-    assert content["data"][2][content["columns"].index("seconds")] == 7.0
+    assert content["data"][2][content["columns"].index("seconds")] == 8.0

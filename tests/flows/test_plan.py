@@ -233,7 +233,7 @@ def test_a_second_plan_does_not_ask_dvc(finished: Path) -> None:
     remembering(finished)
     with ExitStack() as stack:
         engine = Engine(str(finished), stack)
-        assert len(plans._plan_remembering(finished, None, engine)) == 16
+        assert len(plans._plan_remembering(finished, None, engine)) == 18
         assert "repo" not in vars(engine)
 
 
@@ -304,7 +304,7 @@ def test_the_entries_of_a_lock_are_what_the_whole_holds(finished: Path) -> None:
     text = Path("dvc.lock").read_text()
     blocks = lock_blocks(text)
     assert blocks is not None
-    assert len(blocks) == 16
+    assert len(blocks) == 18
     whole = yaml12.load(text)["stages"]
     assert {k: v for block in blocks for k, v in yaml12.load(block).items()} == whole
     for other in ("", "stages: {}", text.replace("  data:", "# x\n  data:"), f"{text}extra: 1\n"):
@@ -330,7 +330,7 @@ def test_a_plan_is_whole_json(finished: Path) -> None:
         check=True,
     )
     found = json.loads(done.stdout)
-    assert found["counts"] == {"run": 1, "may run": 2, "keep": 6}
+    assert found["counts"] == {"run": 1, "may run": 2, "keep": 7}
     assert found["wall_seconds"] is None
     assert found["without_estimate"] == ["policy@r1-ppo", "evaluate@r1-ppo", "promote@r1"]
 

@@ -157,7 +157,7 @@ def test_a_round_that_has_run_goes_by_force_and_comes_back(
     texts = {name: (project / name).read_text() for name in ("pipeline.yaml", "dvc.lock")}
     refused = flows("round", "remove", "r2")
     assert refused.returncode == 2
-    assert "r2 has run: 7 stages in dvc.lock, runs/r2" in refused.stderr
+    assert "r2 has run: 8 stages in dvc.lock, runs/r2" in refused.stderr
     assert path.read_text() == texts["pipeline.yaml"]
     removed = flows("round", "remove", "r2", "--force")
     assert removed.returncode == 0, removed.stderr

@@ -170,6 +170,7 @@ def change(pipeline: dict[str, Any]) -> None:
         "temperature": 0.8,
         "sampling_batch_size": 16,
         "num_bootstrap": 100,
+        "best_of_n_samples": 4,
         "num_shown": 4,
     }
     pipeline["rounds"]["r1"]["gate"]["rules"] = [{"metric": "kl_nats", "at_most": 12.0}]

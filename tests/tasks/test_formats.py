@@ -224,7 +224,11 @@ def write_pipeline(tables: dict[str, Any], **model: Any) -> config.Pipeline:
     ppo["value"]["warmup_steps"] = 1
     dpo |= {"batch_size": 4, "micro_batch_size": 2, "epochs": 1, "checkpoint_every": 9}
     raw["candidates"] = {"r1-ppo": ppo, "r1-dpo": dpo}
-    raw["evaluation"] |= {"final_samples_per_prompt": 2, "num_bootstrap": 100}
+    raw["evaluation"] |= {
+        "final_samples_per_prompt": 2,
+        "num_bootstrap": 100,
+        "best_of_n_samples": 4,
+    }
     raw["rounds"]["r1"]["gate"]["rules"] = []
     Path("pipeline.yaml").write_text(json.dumps(raw))
     return config.load()

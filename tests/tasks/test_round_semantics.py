@@ -54,7 +54,7 @@ def rounds(**changes: dict[str, Any]) -> config.Pipeline:
         }  # fmt: skip
     raw["evaluation"] |= {
         "choose_samples_per_prompt": 1, "report_samples_per_prompt": 2, "final_samples_per_prompt": 4,
-        "sampling_batch_size": 8, "num_bootstrap": 100, "num_shown": 2,
+        "sampling_batch_size": 8, "num_bootstrap": 100, "num_shown": 2, "best_of_n_samples": 4,
     }  # fmt: skip
     return config.parse(raw)
 

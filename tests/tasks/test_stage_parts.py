@@ -283,7 +283,7 @@ def test_of_equal_checkpoints_the_earliest_is_chosen() -> None:
 def test_answers_per_prompt() -> None:
     settings = config.Evaluation(
         choose_samples_per_prompt=1, report_samples_per_prompt=2, final_samples_per_prompt=4,
-        temperature=1.0, sampling_batch_size=8, select="last", num_bootstrap=100, num_shown=1,
+        temperature=1.0, sampling_batch_size=8, select="last", num_bootstrap=100, num_shown=1, best_of_n_samples=4,
     )  # fmt: skip
     assert [_samples(settings, "choose", ends=e) for e in (False, True)] == [1, 1]
     assert [_samples(settings, "report", ends=e) for e in (False, True)] == [2, 4]
