@@ -18,6 +18,7 @@ SEES_GOLD = {
     "rlhf/rewards/gold.py",
     "tasks/preferences.py",
     "tasks/evaluate.py",
+    "tasks/best_of_n.py",
 }
 
 

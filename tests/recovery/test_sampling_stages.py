@@ -30,6 +30,11 @@ STAGES: dict[str, tuple[list[str], list[str], str]] = {
         ["runs/r1/evaluations/r1-dpo", "runs/r1/metrics/r1-dpo-evaluation.json"],
         "measure",
     ),
+    "best_of_n": (
+        ["--round", "r1"],
+        ["runs/r1/best_of_n", "runs/r1/metrics/best_of_n.json"],
+        "measure",
+    ),
 }
 NEVER = 10**9
 

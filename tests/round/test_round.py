@@ -86,6 +86,27 @@ def test_kl_and_proxy_rise_along_every_path(finished_round: Path, candidate: str
     assert rows["proxy_mean"].iloc[-1] > rows["proxy_mean"].iloc[0] + 0.1
 
 
+def test_choosing_by_proxy_gains_proxy_and_gold(finished_round: Path) -> None:
+    path = finished_round / "runs/r1/best_of_n/best_of_n.parquet"
+    table = contracts.read(path, contracts.BEST_OF_N).set_index("n")
+    assert table.index.tolist() == [1, 2, 4, 8, 16]
+    assert table["proxy"].is_monotonic_increasing
+    assert table["gold"][8] > table["gold"][1] + 0.3
+    assert (table["kl_nats"] <= table["kl_bound_nats"] + 1e-9).all()
+    assert table["kl_nats"][16] > 0.9 * table["kl_bound_nats"][16]  # no review has much weight
+
+
+def test_the_report_says_what_was_decided(finished_round: Path) -> None:
+    text = (finished_round / "runs/r1/report/report.html").read_text(encoding="utf-8")
+    decision = read(finished_round, "r1/metrics/decision.json")
+    assert f"{decision['promoted']} is promoted" in text
+    assert (
+        text.count("<svg") == 8
+    )  # three paths, frontier, committee, best of n, accuracy, calibration
+    assert "Cannot be said" not in text
+    assert len(text) < 1_000_000
+
+
 def test_gold_parts_sum_to_gold(finished_round: Path) -> None:
     table = evaluation(finished_round, "r1-ppo")
     parts = [name for name in table.columns if name.startswith("gold/")]
@@ -163,6 +184,7 @@ def test_mlflow_holds_a_flat_run_per_stage(finished_round: Path) -> None:
         "r0/sft",
         "r1/preferences",
         "r1/reward_model",
+        "r1/best_of_n",
         "r1/ppo training",
         "r1/ppo",
         "r1/grpo",

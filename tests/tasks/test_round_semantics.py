@@ -25,7 +25,7 @@ from rlhf.errors import BadInput
 from rlhf.models.policy import save_policy
 from rlhf.models.scalar import HEAD_FILE, ScalarModel
 from rlhf.rewards.committee import Committee
-from tasks import data, evaluate, preferences, reward_model
+from tasks import best_of_n, data, evaluate, preferences, reward_model
 from tasks import policy as policies
 
 ROOT = Path(__file__).parents[2]
@@ -431,7 +431,7 @@ def test_alarms_that_are_not_a_list_are_refused(project: Tracked) -> None:
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [(preferences, "r2"), (reward_model, "r2"), (evaluate, "r2-dpo")],
+    [(preferences, "r2"), (reward_model, "r2"), (evaluate, "r2-dpo"), (best_of_n, "r2")],
 )
 def test_checkpoints_hang_on_what_dvc_says_the_stage_hangs_on(
     module: Any, name: str, monkeypatch: pytest.MonkeyPatch
