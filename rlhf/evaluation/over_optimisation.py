@@ -46,7 +46,7 @@ class Fit:
         peak: d*, square root of nats; None where the curve has no maximum. An end that is infinite: some
             resampled curves have none.
         peak_reward: reward at d* over the initial policy's; None with `peak`.
-        reach: the largest d that was measured. A peak beyond it is extrapolated.
+        first, reach: the smallest and largest d that were measured. A peak beyond reach is extrapolated.
         residual: root mean square of what the curve leaves of the measured rewards.
         points: measured points that the curve was fitted to.
         prompts, seeds: that were resampled. With one seed the intervals do not hold what differs between runs.
@@ -57,6 +57,7 @@ class Fit:
     beta: Interval
     peak: Interval | None
     peak_reward: Interval | None
+    first: float
     reach: float
     residual: float
     points: int
@@ -160,6 +161,7 @@ def fit(
         beta=_interval(found.beta, resampled[:, 1]),
         peak=_interval(at, distances) if 0 < at < math.inf else None,
         peak_reward=_interval(height, rewards) if 0 < at < math.inf else None,
+        first=float(d[d > 0].min()),
         reach=float(d.max()),
         residual=float(np.sqrt(np.mean((r[0] - curve(d[0], found, form))[d[0] > 0] ** 2))),
         points=int((d[0] > 0).sum()),

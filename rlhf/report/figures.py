@@ -58,10 +58,13 @@ def _bars(axes: Axes, x: Sequence[float], values: Sequence[Interval], **style: A
 
 
 def _line(axes: Axes, fit: Fit, colour: str) -> None:
-    """A fitted curve as far as there are measurements, and a mark at its peak if that is within them."""
-    d = np.linspace(0, fit.reach, 200)
+    """A fitted curve where there are measurements, dotted before the first; a mark at a peak that was measured."""
     coefficients = Coefficients(fit.alpha.value, fit.beta.value)
-    axes.plot(d, curve(d, coefficients, fit.form), color=colour, linewidth=1.2, alpha=0.7)
+    for ends, style in (((fit.first, fit.reach), "-"), ((0.0, fit.first), ":")):
+        d = np.linspace(*ends, 100)
+        axes.plot(
+            d, curve(d, coefficients, fit.form), style, color=colour, linewidth=1.2, alpha=0.7
+        )
     if fit.peak is not None and fit.peak_reward is not None and fit.peak_is_measured:
         axes.plot([fit.peak.value], [fit.peak_reward.value], "*", color=colour, markersize=11)
 

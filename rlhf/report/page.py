@@ -91,11 +91,20 @@ def render(
         accuracy=model if isinstance(model, Missing) else _svg(figures.accuracy(model)),
         matrix=matrix(found.comparison),
         names={name: _name(name, start) for name in [INCOMING, INITIAL, *_candidates(found)]},
+        part_names=_part_names(found),
         examples=examples(found, prompts),
         warnings=warnings,
         incoming=INCOMING,
     )
     return page
+
+
+def _part_names(found: Findings) -> list[str]:
+    """All parts of gold, in the order of the first candidate that has them."""
+    names = [
+        p.name for path in found.paths if not isinstance(path.parts, Missing) for p in path.parts
+    ]
+    return list(dict.fromkeys(names))
 
 
 def _candidates(found: Findings) -> list[str]:
@@ -233,7 +242,8 @@ def _number(value: float | None, digits: int = 2) -> str:
         return "not known"
     if math.isinf(value):
         return "no end" if value > 0 else "no start"
-    return f"{value:.{digits}f}"
+    shown = f"{value:.{digits}f}"
+    return shown.removeprefix("-") if float(shown) == 0 else shown
 
 
 def _percent(value: float) -> str:

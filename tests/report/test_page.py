@@ -164,7 +164,7 @@ def test_little_data(tmp_path: Path, options: dict[str, Any]) -> None:
 
 
 def test_curves_stop_where_measurements_do(folder: Path) -> None:
-    """No line is drawn beyond the last point, and a peak beyond it has no star."""
+    """No line is drawn beyond the last point, only dots before the first, and a peak beyond it has no star."""
     from matplotlib.figure import Figure
 
     found = find(folder, "r1", BOTH, starts_as="incoming", num_bootstrap=50, seed=0)
@@ -173,4 +173,12 @@ def test_curves_stop_where_measurements_do(folder: Path) -> None:
     assert not isinstance(proxy, Missing)
     figures._line(axes, proxy, "black")
     assert max(line.get_xdata()[-1] for line in axes.lines) <= proxy.reach  # type: ignore[index]
-    assert len(axes.lines) == 1
+    assert len(axes.lines) == 2
+    whole, dotted = axes.lines
+    assert whole.get_xdata()[0] == dotted.get_xdata()[-1] == proxy.first  # type: ignore[index]
+    assert dotted.get_linestyle() == ":"
+
+
+def test_no_number_is_minus_nothing() -> None:
+    assert page._number(-0.001) == "0.00"
+    assert page._number(-0.01) == "-0.01"
