@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from flows import deployments, editing
+from flows import deployments, editing, history
 from flows.rounds import start_of_next
 from flows.runner import Runner, workspace_lock
 from rlhf import champion, config, tracking
@@ -127,6 +127,9 @@ def carry_out_decision(
         pipeline = config.load(folder / "pipeline.yaml")
         before = _judged(pipeline, folder, round)
         _check_git(pipeline, folder, allow_dirty)
+        if pipeline.lineage.commit:
+            history.check_settings(folder, round)
+        taken_back = choice == "gate" and pipeline.rounds[round].decision is not None
         changed = decide(folder, round, choice, because=because, by=by, candidate=candidate)
         outcome = Runner(folder).run(f"promote@{round}")
         if outcome is None or not outcome.ok:
@@ -137,9 +140,10 @@ def carry_out_decision(
         after = _judged(pipeline, folder, round)
         tracking.tag_outputs(pipeline, round, folder)
         tell_mlflow(folder)
-        committed = _commit_round(pipeline, folder, round, after, allow_dirty)
+        why = f"{by or _name(folder)} leaves it to the gate again: {because}" if taken_back else ""
+        committed = _commit_round(pipeline, folder, round, after, allow_dirty, why)
     resumed = deployments.resume_decided(folder, round)
-    told = [] if changed else [f"{round} was decided so already"]
+    told = [] if changed else [f"{round} was decided so already; nothing new is written"]
     if committed:
         told.append(f"committed as {committed[:10]}")
     if resumed:
@@ -174,9 +178,7 @@ def carry_out_rollback(
         changed = rollback(folder, to, because=because, by=by)
         pipeline = tell_mlflow(folder)
         best = champion.champion(pipeline, folder)
-        if changed and pipeline.lineage.commit:
-            from flows import history
-
+        if pipeline.lineage.commit and history.is_uncommitted(folder, "rollback"):
             did = "Rollback taken back" if to == NOWHERE else f"Rollback to {to}"
             history.commit_paths(folder, ["pipeline.yaml"], f"{did}: {because}")
     policy = f"{best.candidate or 'the fine-tuned start'} (runs/{best.round}/promoted)"
@@ -296,21 +298,24 @@ def tell_mlflow(folder: Path) -> Pipeline:
 
 def _check_git(pipeline: Pipeline, folder: Path, allow_dirty: bool) -> None:
     if pipeline.lineage.commit:
-        from flows import history
-
         history.check(folder, allow_dirty=allow_dirty)
 
 
 def _commit_round(
-    pipeline: Pipeline, folder: Path, round: str, decision: dict[str, Any], allow_dirty: bool
+    pipeline: Pipeline,
+    folder: Path,
+    round: str,
+    decision: dict[str, Any],
+    allow_dirty: bool,
+    why: str,
 ) -> str | None:
-    from flows import history, lineage
+    from flows import lineage
     from flows.report import verdict
 
     lineage.write_record(folder, round)
     if not pipeline.lineage.commit:
         return None
-    message = f"Round {round}: {verdict(decision)}"
+    message = f"Round {round}: {verdict(decision)}" + (f"\n\n{why}" if why else "")
     return history.commit_round(folder, round, message, allow_dirty=allow_dirty)
 
 

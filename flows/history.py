@@ -159,6 +159,26 @@ def misfit(folder: str | Path, round: str) -> str | None:
     return None if problem is None else str(problem)
 
 
+def check_settings(folder: str | Path, round: str) -> None:
+    """Raises BadInput if the round's results were made with other settings than pipeline.yaml has now.
+
+    Those of its `promote` may differ: it is what follows a decision, or a gate that was edited.
+    """
+    problem = _misfit(Git(folder), round, but=f"promote@{round}")
+    if problem is not None:
+        raise problem
+
+
+def is_uncommitted(folder: str | Path, key: str) -> bool:
+    """Whether a section of pipeline.yaml is not as the last commit has it."""
+    git = Git(folder)
+    now, then = (
+        _mapping(text or "") or {}
+        for text in (_read(git.folder / PIPELINE), git.show("HEAD", PIPELINE))
+    )
+    return bool(now.get(key) != then.get(key))
+
+
 def outputs_now(folder: str | Path, round: str) -> dict[str, dict[str, str]]:
     """What dvc.lock has of a round, as `outputs` gives it, without reading all of the file."""
     text = _read(Path(folder) / LOCK) or ""
@@ -266,11 +286,13 @@ class Git:
         if done.returncode:
             raise StageFailed(f"git status failed: {done.stderr.strip()}")
         prefix = self.text("rev-parse", "--show-prefix") or ""  # paths are told from the root
-        states = {}
+        states: dict[str, str] = {}
         for line in filter(None, done.stdout.split("\0")):
             kind = line[0]
             words = line.split(" ", {"1": 8, "u": 10}.get(kind, 1))
-            states[words[-1].removeprefix(prefix)] = "??" if kind == "?" else words[1]
+            path, state = words[-1].removeprefix(prefix), "??" if kind == "?" else words[1]
+            # Removed from the index alone, a file is told twice: as deleted, and as untracked.
+            states[path] = "D?" if {state, states.get(path)} == {"??", "D."} else state
         return states
 
 
@@ -293,6 +315,7 @@ def _cannot_commit(git: Git) -> BadInput | None:
         or _detached(git)
         or _conflict(git)
         or _ignored(git)
+        or _tag_in_the_way(git)
     )
 
 
@@ -410,6 +433,18 @@ def _not_merged(what: str, where: str, name: str) -> BadInput:
     return BadInput(what, where=where, rule=rule, mend=mend)
 
 
+def _tag_in_the_way(git: Git) -> BadInput | None:
+    """A tag `round` takes the place of the folder that tags `round/r1` lie in."""
+    if git.commit_of("refs/tags/round") is None:
+        return None
+    return BadInput(
+        "a tag is named round",
+        where=str(git.folder),
+        rule="decided rounds are tagged round/r1 and so on, which git does not allow beside it",
+        mend="give it another name: git tag NEW round && git tag -d round",
+    )
+
+
 def _ignored(git: Git) -> BadInput | None:
     wanted = (PIPELINE, LOCK, "runs/r1/metrics/decision.json")
     ignored = (git.text("check-ignore", "--", *wanted) or "").splitlines()
@@ -429,6 +464,9 @@ def _dirty(git: Git) -> BadInput | None:
     if git.commit_of("HEAD") is None:
         return None
     states = git.status([PIPELINE, STAGES, LOCK])
+    for name in (PIPELINE, STAGES, LOCK):
+        if states.get(name) == "D?":
+            return _uncommitted(name, "removed from git's index, and still in the folder")
     for name in (PIPELINE, STAGES):
         if states.get(name) in ("??", "A.", "AM"):
             return _uncommitted(name, "no commit holds it")
@@ -472,7 +510,7 @@ def _dirty_lock(git: Git, pipeline: Mapping[str, Any]) -> BadInput | None:
     return None
 
 
-def _misfit(git: Git, round: str) -> BadInput | None:
+def _misfit(git: Git, round: str, but: str | None = None) -> BadInput | None:
     """Results of the round, or of the stages before all rounds, that the settings as they are would not give."""
     pipeline = _mapping(_read(git.folder / PIPELINE) or "") or {}
     declared = {*(pipeline.get("rounds") or {}), *(pipeline.get("candidates") or {})}
@@ -481,7 +519,7 @@ def _misfit(git: Git, round: str) -> BadInput | None:
     found = _stages(_part(text, lambda block: of_round(block) or "@" not in block.split(":")[0]))
     own = [name for name in outputs(found, round) if name.partition("@")[2] in declared]
     stages = [name for name in found if "@" not in name] + own
-    other = [name for name in stages if not _fits(found[name], pipeline)]
+    other = [name for name in stages if name != but and not _fits(found[name], pipeline)]
     if not other:
         return None
     return BadInput(

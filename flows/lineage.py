@@ -217,7 +217,9 @@ def ancestry(folder: str | Path, round: str, *, disk: bool = True) -> dict[str, 
             f"nothing is known of {round}",
             where=str(reader.folder / _record_path(round)),
             rule="written when a round is done, and kept by git",
-            mend=f"python -m flows run --round {round} (or, if it ran elsewhere: git pull --tags)",
+            mend="dvc repro sft"
+            if round == "r0"
+            else f"python -m flows run --round {round}, if it is declared (or, if it ran elsewhere: git pull --tags)",
         )
     node = reader.node(round)
     top = node

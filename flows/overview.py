@@ -38,7 +38,8 @@ def rows(pipeline: Pipeline, folder: str | Path = ".") -> list[dict[str, Any]]:
     """One row per declared round, r0 first; what is not known is None.
 
     Keys: round, from, policy (whose the round's promoted policy is: a candidate, or r0), status
-    (initial, unrun, promoted, kept, stopped, awaiting), champion (whether it is the round whose
+    (initial, unrun, promoted, kept, stopped, awaiting), out_of_date (whether the policy that the round
+    started from is another now: its numbers are of the earlier one), champion (whether it is the round whose
     promotion is the champion now), by, because, gold, proxy, kl (nats, to the incoming policy),
     win_rate_initial and win_rate (against r0 and against the incoming policy), both with _lower and
     _upper (95 %), pairs (labelled in the round), carried (pairs of earlier rounds), tokens (worked
@@ -126,6 +127,7 @@ def _start(
         "from": None,
         "policy": "r0",
         "status": "initial",
+        "out_of_date": False,
         "by": None,
         "because": None,
         **numbers,
@@ -142,13 +144,16 @@ def _row(
     decisions: Mapping[str, dict[str, Any] | None],
 ) -> dict[str, Any]:
     decision = decisions[name]
-    by, because = None, None
+    by, because, recorded = None, None, None
     judged: Mapping[str, Any] = {}
     moved = decision is not None and decision["status"] == "promoted"
     if decision is not None:
         by, because, _ = champion.whose_word(decision)
         found = [r for r in decision["candidates"] if r["candidate"] == decision["promoted"]]
-        judged = found[0] if found else decision.get("incoming") or {}
+        incoming = decision.get("incoming") or {}
+        judged = found[0] if found else incoming
+        recorded = incoming.get("policy")
+    start = pipeline.rounds[name].from_
     numbers = {
         column: judged.get(key) if moved or column not in _OF_A_MOVE else None
         for column, key in _NUMBERS.items()
@@ -161,9 +166,13 @@ def _row(
     ]
     return {
         "round": name,
-        "from": pipeline.rounds[name].from_,
-        "policy": None if decision is None else origin(pipeline, name, decisions.get)[1] or "r0",
+        "from": start,
+        "policy": None
+        if decision is None
+        else (not moved and recorded) or origin(pipeline, name, decisions.get)[1] or "r0",
         "status": "unrun" if decision is None else decision["status"],
+        "out_of_date": recorded is not None
+        and recorded != (origin(pipeline, start, decisions.get)[1] or "r0"),
         "by": by,
         "because": because,
         **numbers,
@@ -207,7 +216,7 @@ def _cells(row: Mapping[str, Any], compact: bool) -> dict[str, str]:
     cells = {
         "round": row["round"],
         "policy": f"{row['policy'] or ''}{' *' if row['champion'] else ''}",
-        "status": row["status"],
+        "status": row["status"] + (", out of date" if row["out_of_date"] else ""),
         "by": row["by"] or "",
         "gold": _number(row["gold"], "+.2f"),
         "proxy": _number(row["proxy"], "+.2f"),

@@ -130,7 +130,9 @@ def look(round: str | None, folder: str | Path = ".") -> View:
             f"no round {round}",
             where="pipeline.yaml rounds",
             rule="a round is declared under rounds:",
-            mend=f"use one of {shown}, or add it: python -m flows round add {round}",
+            mend="python -m flows plan --round with one of " + shown
+            if round == "r0"
+            else f"use one of {shown}, or add it: python -m flows round add {round}",
         )
     stages = make_plan(f"promote@{round}" if round else None, folder)
     resources = pipeline.resources

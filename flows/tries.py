@@ -239,11 +239,15 @@ def _name_of(candidate: str, changes: Mapping[str, Any], raw: Mapping[str, Any])
 
 def _is_ambiguous(changes: Mapping[str, Any]) -> bool:
     """Whether another value could be spelled the same in a name."""
-    return any(not isinstance(value, (int, float)) or value < 0 for value in changes.values())
+    return any(
+        not isinstance(value, (int, float)) or value < 0 or float(f"{value:g}") != value
+        for value in changes.values()
+    )
 
 
 def _written(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    """1e-06 and 1e+06 are told apart: a name has neither sign."""
+    return f"{value:g}".replace("e+", "e") if isinstance(value, float) else str(value)
 
 
 def _check(points: list[Point], raw: Mapping[str, Any]) -> None:

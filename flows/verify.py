@@ -79,7 +79,9 @@ def verify(
             f"no tag {name} here",
             where=str(folder),
             rule="a round is verified against the commit that its tag names",
-            mend=f"git fetch --tags, or python -m flows run --round {round}, which makes it",
+            mend="r0 has no tag: it is verified with any round's --all-ancestors"
+            if round == "r0"
+            else f"git fetch --tags; if {round} is declared here, python -m flows run --round {round} makes it",
         )
     recorded = history.lock_at(git, commit)
     stages = _stages_of(recorded, round, ancestors)

@@ -602,10 +602,17 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     try:
         raw = yaml12.load(path.read_text(encoding="utf-8"))
     except (YAMLError, ValueError) as error:  # ValueError: no UTF-8, or no such date or number
-        problem = " ".join(str(error).split())
+        problem = " ".join(str(error).partition("To suppress this check")[0].split())
         raise BadInput(f"not readable as YAML: {problem}", where=str(path)) from None
     if not isinstance(raw, dict):
-        raise BadInput("the file is not a mapping of keys", where=str(path))
+        raise BadInput(
+            "the file is empty, not a mapping of keys"
+            if raw is None
+            else "the file is not a mapping of keys",
+            where=str(path),
+            rule="it holds keys with their values below them: version, project, seed, ...",
+            mend=f"take the last committed file: git checkout {Path(path).name}",
+        )
     return raw
 
 
@@ -877,7 +884,10 @@ def _readable(error: ValidationError) -> Iterator[str]:
             for problem in context["error"].args:
                 yield f"{path}{'.' if _STARTS_WITH_KEY.match(problem) else ': '}{problem}"
         elif kind in ("float_type", "int_type", "int_from_float") and isinstance(value, str):
-            yield f"{path}='{value}': must be a number, not text; remove the quotes (write 1.0e-5)"
+            if value.lower().strip("+-.") in ("inf", "infinity", "nan"):
+                yield f"{path}={value}: input should be a finite number"
+            else:
+                yield f"{path}='{value}': must be a number, not text; remove the quotes (write 1.0e-5)"
         elif kind == "string_type" and place[-1] in _NAMES_A_ROUND and isinstance(value, int):
             yield f"{path}={value}: a round name is text like r{value}, not a number; write r{value}"
         elif kind == "string_type" and isinstance(value, date):
@@ -898,6 +908,9 @@ _LINES_TO_ADD = {
     "rounds.*.init": "previous",
     "rounds.*.reward_model.init": "policy",
     "rounds.*.decision": "null",
+    "rounds.*.gate": "{metric: gold_mean, margin: 0.0, tie_break: [], rules: [], on_fail: keep}",
+    "rounds.*.gate.metric": "gold_mean",
+    "rounds.*.gate.rules": "[]",
     "rounds.*.gate.margin": "0.0",
     "rounds.*.gate.tie_break": "[]",
     "rounds.*.gate.on_fail": "keep",

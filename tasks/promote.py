@@ -385,7 +385,9 @@ def _incoming(round_name: str, start: str, rows: list[dict[str, Any]]) -> dict[s
     table = contracts.read(path, contracts.EVALUATIONS)
     row = _only(table[table["checkpoint"] == "incoming"], path, "incoming", "report")
     numbers = {name: _known(row.get(name)) for name in config.METRICS}
-    return {"candidate": f"incoming ({start})", "from": start, **numbers}
+    promoted = common.RUNS / start / "promoted" / LINEAGE
+    policy = artifacts.read_json(promoted)["candidate"] if promoted.exists() else "r0"
+    return {"candidate": f"incoming ({start})", "from": start, "policy": policy, **numbers}
 
 
 def _only(rows: pd.DataFrame, path: Path, what: str, split: str) -> pd.Series[Any]:

@@ -597,6 +597,15 @@ CARRY = f"{PREFERENCES}.carry_over"
             put("rounds.r1.gate.margin", -0.1),
             "rounds.r1.gate.margin=-0.1: input should be greater than or equal to 0",
         ),
+        (
+            put("rounds.r1.gate.margin", "inf"),
+            "rounds.r1.gate.margin=inf: input should be a finite number",
+        ),
+        (
+            drop("rounds.r1.gate"),
+            "rounds.r1.gate: required and missing; add it: `gate: {metric: gold_mean, margin: 0.0, "
+            "tie_break: [], rules: [], on_fail: keep}`",
+        ),
         (put("lineage.commit", "yes"), "lineage.commit=yes: input should be a valid boolean"),
     ],
 )
@@ -631,7 +640,8 @@ def test_a_column_that_does_not_exist_names_a_near_one(place: str, asked: str, m
 def test_a_gate_above_the_rounds_is_told_where_it_belongs() -> None:
     found = problems(lambda raw: raw.update(gate=raw["rounds"]["r1"].pop("gate")))
     assert found == [
-        "rounds.r1.gate: required and missing; add it",
+        "rounds.r1.gate: required and missing; add it: "
+        "`gate: {metric: gold_mean, margin: 0.0, tie_break: [], rules: [], on_fail: keep}`",
         "gate: unknown key; it belongs to a round; write it below each, as rounds.NAME.gate",
     ]
 

@@ -393,6 +393,9 @@ def test_a_decision_reaches_dvc_git_and_mlflow_and_can_be_taken_back(
     told = decisions.carry_out_decision(".", "r1", "gate", because="it does not")
     assert [line[:12] for line in told] == ["committed as"]
     assert champion.status(project, "r1") == "promoted"
+    assert "Grace leaves it to the gate again: it does not" in git(
+        project, "log", "-1", "--format=%B"
+    )
     version = client.get_model_version_by_alias("reviews", "champion")
     assert version.tags["rlhf.candidate"] == "r1-ppo"
 
@@ -413,6 +416,28 @@ def test_a_decision_reaches_dvc_git_and_mlflow_and_can_be_taken_back(
     assert subject == "Rollback taken back: it was not it"
     told = decisions.carry_out_rollback(".", "none", because="it was not it")
     assert told == ["no rollback is declared; champion: r1-ppo (runs/r1/promoted)"]
+
+    # A commit that git refused is made by the same command once it can be.
+    hook = project / ".git/hooks/pre-commit"
+    hook.write_text("#!/bin/sh\nexit 1\n")
+    hook.chmod(0o755)
+    with pytest.raises(StageFailed, match="run the same again"):
+        decisions.carry_out_rollback(".", "r0", because="games length", by="Ada")
+    assert "pipeline.yaml" in git(project, "status", "--porcelain")
+    hook.unlink()
+    told = decisions.carry_out_rollback(".", "r0", because="games length", by="Ada")
+    assert told == ["the fine-tuned start (runs/r0/promoted) is the champion already"]
+    assert git(project, "log", "-1", "--format=%s").strip() == "Rollback to r0: games length"
+    assert "pipeline.yaml" not in git(project, "status", "--porcelain")
+
+    # Settings that the results were not made with: nothing is written before it is refused.
+    text = (project / "pipeline.yaml").read_text().replace("steps: 24 ", "steps: 25 ", 1)
+    (project / "pipeline.yaml").write_text(text)
+    git(project, "commit", "-qm", "an edit", "pipeline.yaml")
+    with pytest.raises(BadInput, match=r"other settings than pipeline\.yaml has: policy@r1-ppo"):
+        decisions.carry_out_decision(".", "r1", "keep", because="stale")
+    assert (project / "pipeline.yaml").read_text() == text
+    assert champion.status(project, "r1") == "promoted"
 
 
 def test_a_wrong_command_is_exit_code_2_without_a_traceback(project: Path, flows: Flows) -> None:

@@ -564,7 +564,12 @@ def ignoring(folder: Path) -> None:
     (folder / ".gitignore").write_text("# outputs\n/runs/*/*\n")
 
 
+def tag_named_round(folder: Path) -> None:
+    git(folder, "tag", "round")
+
+
 WAYS = [
+    (tag_named_round, "a tag is named round"),
     (merging, "a merge is in progress"),
     (lambda f: conflicting(f, "merge"), "a merge is in progress"),
     (lambda f: conflicting(f, "rebase"), "a rebase is in progress"),

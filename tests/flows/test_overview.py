@@ -64,6 +64,22 @@ def test_one_row_per_round(rounds: Pipeline, project: Path) -> None:
     assert (first["tokens"], first["seconds"]) == (800, 80.0)
 
 
+def test_a_round_whose_start_is_another_now_is_marked(rounds: Pipeline, project: Path) -> None:
+    """r2 kept r1-ppo and was measured on it; then r1 is decided anew, and keeps r0."""
+    path = project / "runs/r2/metrics/decision.json"
+    decision = json.loads(path.read_text())
+    decision["incoming"]["policy"] = "r1-ppo"
+    finished.write(path, decision)
+    assert [row["out_of_date"] for row in by_round(rounds, project).values()] == [False] * 4
+    first = project / "runs/r1/metrics/decision.json"
+    finished.write(first, json.loads(first.read_text()) | {"status": "kept", "promoted": None})
+    table = by_round(rounds, project)
+    assert (table["r1"]["policy"], table["r2"]["policy"]) == ("r0", "r1-ppo")
+    assert table["r2"]["gold"] == decision["incoming"]["gold_mean"]
+    assert [row["out_of_date"] for row in table.values()] == [False, False, True, False]
+    assert overview._cells(table["r2"], compact=False)["status"] == "kept, out of date"
+
+
 def test_the_start_is_as_the_first_round_judged_it(rounds: Pipeline, project: Path) -> None:
     start = by_round(rounds, project)["r0"]
     assert (start["gold"], start["proxy"]) == (0.1, 0.0)

@@ -239,6 +239,18 @@ def test_every_combination_is_a_candidate_that_says_what_differs(ran_template: P
         assert point.body["kl"]["where"] == "reward"
 
 
+def test_no_point_is_lost_to_a_name(ran_template: Path) -> None:
+    """Values that six digits, or a name without signs, would make the same."""
+    made = grid(
+        ran_template,
+        "candidates.r1-ppo.kl.coef=0.1234567,0.1234568",
+        "candidates.r1-ppo.learning_rate=1.0e-6,1.0e+6",
+    )
+    assert len({point.name for point in made.points}) == 4
+    (small,) = grid(ran_template, "candidates.r1-ppo.learning_rate=1.0e-6").points
+    assert small.name == "r1-ppo_learning_rate_1e_06"
+
+
 def test_names_are_the_same_each_time_and_apart_for_apart_values(ran_template: Path) -> None:
     first: Any = grid(ran_template, "candidates.r1-ppo.learning_rate=1e-5,1.0e-4,0.00001,1")
     names = [point.name for point in first.points]
