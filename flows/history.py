@@ -86,6 +86,8 @@ def commit_round(
 ) -> str | None:
     """Commit pipeline.yaml, dvc.lock and runs/*/metrics, and tag the commit `round/<round>`.
 
+    Metrics of rounds declared after it are left to their own commits.
+
     Args:
         folder: the project's folder.
         round: like `r3`; its result must be in dvc.lock.
@@ -111,7 +113,7 @@ def commit_round(
     if problem is not None:
         raise StageFailed(f"{what}: {problem}")
     _tag_left_behind(git, what)
-    made = _commit(git, _of_a_round(git), f"{message}\n\nRound: {round}", what)
+    made = _commit(git, _of_a_round(git, round), f"{message}\n\nRound: {round}", what)
     _tag(git, round, message, what)
     return made
 
@@ -586,11 +588,15 @@ def _at(mapping: Any, path: str) -> Any:
 # --- committing ----------------------------------------------------------------------------------
 
 
-def _of_a_round(git: Git) -> list[str]:
+def _of_a_round(git: Git, round: str) -> list[str]:
+    """What a round's commit takes; metrics of rounds declared after it are left to their own."""
+    declared = list((_mapping(_read(git.folder / PIPELINE) or "") or {}).get("rounds") or {})
+    later = declared[declared.index(round) + 1 :] if round in declared else []
     names = [name for name in (PIPELINE, LOCK) if (git.folder / name).is_file()]
     if git.commit_of("HEAD") is None and (git.folder / STAGES).is_file():
         names.append(STAGES)  # a first commit that could not be checked out and run helps nobody
-    return names + git.files(f"{METRICS}/**/*")
+    metrics = git.files(f"{METRICS}/**/*")
+    return names + [path for path in metrics if path.split("/")[1] not in later]
 
 
 def _commit(

@@ -39,7 +39,7 @@ from flows.session import (  # noqa: E402
     current_session,
     open_session,
 )
-from rlhf import lifeline, tracking  # noqa: E402
+from rlhf import champion, lifeline, tracking  # noqa: E402
 from rlhf.errors import BadInput, StageFailed  # noqa: E402
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ def _run_round(session: Session, resumed: bool) -> State[Any]:
         failure = _run_stages(session, session.round, list(session.stages.values()))
         if failure is not None:
             return failure
-    session.conclude()
+        session.conclude()
     verdict = _publish(session)
     return Completed(message="\n".join(filter(None, [verdict, session.committed])))
 
@@ -208,19 +208,30 @@ def _run_one(session: Session) -> State[Any]:
 
 
 def _run_rounds(session: Session) -> State[Any] | None:
-    """Bring the session's rounds to their decisions, up to the first that needs a person's; the failure, if any."""
+    """Bring the session's rounds to their decisions, up to the first that needs a person's; the failure, if any.
+
+    Each is concluded before a stage of the next one starts. One that git does not take stays done, the next
+    ones run all the same, and the run fails at its end.
+    """
     from flows import rounds
 
+    refusals: list[str] = []
     for name, plan in session.parts():
         holder = rounds.awaited(session.pipeline, session.folder, name)
         if holder is not None:
             session.end_at(holder)
             deployments.note_run(session.folder, str(flow_run.id or ""), holder)
-            return None
+            break
         failure = _run_stages(session, name, plan)
         if failure is not None:
-            return failure
-    return None
+            return Failed(message="\n".join(filter(None, [failure.message, *refusals])))
+        if champion.status(session.folder, name) == "awaiting":
+            continue
+        try:
+            session.conclude(name)
+        except (BadInput, StageFailed) as error:
+            refusals.append(str(error))
+    return Failed(message="\n".join(refusals)) if refusals else None
 
 
 def _run_stages(session: Session, name: str, plan: list[Stage]) -> State[Any] | None:

@@ -57,11 +57,13 @@ class Session:
     runner: Runner
     display: Display
     not_committed: str | None = None
-    """Why the round will not be committed."""
-    committed: str = ""
-    """What became of the commit, in words."""
+    """Why no round of this run will be committed."""
     rounds: list[str] = field(init=False)
     """The rounds that this run brings to their decision: the one asked for, and those before it that were not."""
+    _commits: dict[str, str] = field(default_factory=dict)
+    """What became of each round's commit, in words."""
+    _refused: list[str] = field(default_factory=list)
+    """The rounds that git, or what it holds, kept from being committed."""
     _forwarding: ExitStack | None = None
 
     def __post_init__(self) -> None:
@@ -128,6 +130,11 @@ class Session:
         """What the round came to so far."""
         return champion.status(self.folder, self.round)
 
+    @property
+    def committed(self) -> str:
+        """What became of the round's commit, in words."""
+        return self._commits.get(self.round, "")
+
     def uses_a_device(self, stage: str) -> bool:
         """Whether a stage takes a GPU slot."""
         return self.pipeline.resources.gpus > 0 and stage.split("@")[0] in _USES_A_DEVICE
@@ -150,38 +157,52 @@ class Session:
             self._forwarding.close()
             self._forwarding = None
 
-    def conclude(self) -> None:
-        """Record what is decided, commit and tag it, show it beside the other rounds; does nothing that is done."""
+    def conclude(self, name: str | None = None) -> None:
+        """Record what is decided, commit and tag it, show it beside the other rounds; does nothing that is done.
+
+        Args:
+            name: a decided round of this run, before a stage of the next one starts; None: the one asked for.
+        """
         from flows import lineage, overview
 
+        name = name or self.round
         if self.anything_to_run:
             order_lock(self.folder)
-        for name in self.rounds:
-            lineage.write_record(self.folder, name)
-            self._commit(name)
+        lineage.write_record(self.folder, name)
+        self._commit(name)
+        if name != self.round and name in self._commits:
+            self.display.say(self._commits[name])
         overview.log(self.pipeline, self.folder)
 
     def _commit(self, name: str) -> None:
         from flows.report import verdict
 
         if self.not_committed is not None:
-            self.committed = f"{name} is not committed: {self.not_committed}"
+            self._commits[name] = f"{name} is not committed: {self.not_committed}"
             return
         decision = champion.read_decision(self.folder, name) or {}
         message, allow_dirty = f"Round {name}: {verdict(decision)}", self.request.allow_dirty
         try:
+            self._check_order(name)
             commit = history.commit_round(self.folder, name, message, allow_dirty=allow_dirty)
         except StageFailed as error:
+            self._refused.append(name)
             if self.request.commit != "able":
                 raise
-            self.committed = str(error)
+            self._commits[name] = str(error)
             return
         if commit:
-            self.committed = f"committed as {commit[:10]}, tag {history.tag(name)}"
+            self._commits[name] = f"committed as {commit[:10]}, tag {history.tag(name)}"
+
+    def _check_order(self, name: str) -> None:
+        """A round's commit would take along what one before it, that git refused, has left."""
+        before = [other for other in self._refused if other != name]
+        if before:
+            raise StageFailed(f"{name} is done, but not in git: {before[0]} is committed first")
 
 
 def conclude_left(pipeline: Pipeline, folder: Path, *, allow_dirty: bool = False) -> Iterator[str]:
-    """Record, commit and tag the decided rounds that no flow has concluded, in order; yields what was done."""
+    """Record, commit and tag the decided rounds that are not in git yet, in order; yields what was done."""
     from flows import lineage
     from flows.report import verdict
 
@@ -198,7 +219,7 @@ def conclude_left(pipeline: Pipeline, folder: Path, *, allow_dirty: bool = False
         message = f"Round {name}: {verdict(decision)}"
         commit = history.commit_round(folder, name, message, allow_dirty=allow_dirty)
         committed = f"committed as {commit[:10]}, " if commit else ""
-        yield f"{name} was decided without a flow: {committed}tag {history.tag(name)}"
+        yield f"{name} was decided earlier and is in git now: {committed}tag {history.tag(name)}"
 
 
 def _is_decided(pipeline: Pipeline, folder: Path, name: str) -> bool:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import finished
 import pytest
@@ -22,7 +23,7 @@ from flows.plan import Stage
 from flows.rounds import append_round
 from flows.runner import Runner
 from flows.session import LoopStopped, Request, Session, open_session
-from rlhf import config
+from rlhf import champion, config
 from rlhf.errors import BadInput, StageFailed
 from rlhf.lifeline import alive, ident
 
@@ -253,9 +254,12 @@ def test_of_rounds_declared_ahead_none_starts_behind_one_that_a_person_decides(
             project, name, **({} if status == "promoted" else {"status": status, "promoted": None})
         )
 
+    concluded: list[str] = []
     monkeypatch.setattr(flow, "_run_stages", stand_in)
+    monkeypatch.setattr(Session, "conclude", lambda _, name: concluded.append(name))
     with open_session(Request(commit="never"), project) as session:
         assert flow._run_rounds(session) is None
+        assert concluded == [name for name in ran if status != "awaiting"]
         if status == "promoted":
             assert (session.round, session.rounds) == ("r2", ["r1", "r2"])
             assert "data" not in ran["r2"]
@@ -265,6 +269,147 @@ def test_of_rounds_declared_ahead_none_starts_behind_one_that_a_person_decides(
         assert list(ran) == ["r1"]
         assert "promote@r1" in session.stages
         assert "promote@r2" not in session.stages
+
+
+def lines(project: Path, revision: str) -> list[str]:
+    """The paths that a commit changes."""
+    return git(project, "show", "--pretty=", "--name-only", f"{revision}^{{commit}}").split()
+
+
+def locked(project: Path, revision: str) -> set[str]:
+    """The rounds that have entries in a commit's dvc.lock."""
+    text = git(project, "show", f"{revision}:dvc.lock")
+    return set(re.findall(r"^  \w+@(r\d+)", text, re.M))
+
+
+@pytest.mark.slow
+def test_each_round_declared_ahead_is_committed_before_the_next_one_starts(
+    project: Path, flows: Flows, prefect_home: str
+) -> None:
+    assert flows("round", "add", HOME=str(project)).returncode == 0
+    done = flows("run", "--round", "r2", PREFECT_HOME=prefect_home, HOME=str(project))
+    assert done.returncode == 0, done.stderr
+    words = re.findall(
+        r"^committed as \w+, tag (\S+)$|^(preferences@r2) +starts", done.stdout, re.M
+    )
+    assert ["".join(found) for found in words] == ["round/r1", "preferences@r2", "round/r2"]
+    assert not [path for path in lines(project, "round/r1") if path.startswith("runs/r2/")]
+    assert locked(project, "round/r1") == {"r1"}
+    own = [path for path in lines(project, "round/r2") if path.startswith("runs/")]
+    assert {"runs/r2/metrics/decision.json", "runs/r2/metrics/r2-ppo-evaluation.json"} < {*own}
+    assert all(path.startswith("runs/r2/") for path in own)
+    assert locked(project, "round/r2") == {"r1", "r2"}
+    subjects = git(project, "log", "--reverse", "--format=%s").splitlines()[1:]
+    assert [subject.split(":")[0] for subject in subjects] == ["Round r1", "Round r2"]
+    assert git(project, "status", "--porcelain") == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("end", "code"), [("fails", 1), ("awaits", 3)])
+def test_a_round_is_committed_though_the_next_one_is_not_decided(
+    project: Path, flows: Flows, prefect_home: str, end: str, code: int
+) -> None:
+    assert flows("round", "add", HOME=str(project)).returncode == 0
+    if end == "fails":
+        (project / "FAIL").write_text("evaluate@r2-ppo")
+    else:
+        (project / "NOPASS").touch()
+        path = project / "pipeline.yaml"
+        before, keep, after = path.read_text().rpartition("on_fail: keep")
+        assert keep
+        path.write_text(f"{before}on_fail: ask{after}")
+    result = flows("run", "--round", "r2", PREFECT_HOME=prefect_home, HOME=str(project))
+    assert result.returncode == code, result.stderr
+    assert re.search(r"^committed as \w+, tag round/r1$", result.stdout, re.M)
+    assert git(project, "tag") == "round/r1"
+    assert git(project, "log", "-1", "--format=%s").startswith("Round r1: ")
+    assert not [path for path in lines(project, "HEAD") if path.startswith("runs/r2/")]
+    assert locked(project, "HEAD") == {"r1"}
+    if end == "awaits":
+        assert "python -m flows decide r2 promote" in result.stdout
+
+
+def run_by_hand(
+    project: Path, monkeypatch: pytest.MonkeyPatch, killed_at: str | None = None
+) -> None:
+    """r1 and r2 are declared; stages are stood in for, and a kill comes when a round's would start."""
+    from flows import round as flow
+
+    def stand_in(session: Session, name: str, plan: list[Stage]) -> None:
+        if name == killed_at:
+            raise KeyboardInterrupt
+        if name == "r1":
+            finished.start(project)
+        finished.run(project, name, session.pipeline.rounds[name].from_)
+        finished.dvc(project, "commit", "--force", *(stage.name for stage in plan))
+
+    append_round(project / "pipeline.yaml", "r2")
+    monkeypatch.setattr("flows.overview.log", lambda *_: None)
+    monkeypatch.setattr(flow, "_run_stages", stand_in)
+
+
+def test_a_kill_between_two_rounds_leaves_the_first_one_committed(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flows import round as flow
+
+    run_by_hand(project, monkeypatch, killed_at="r2")
+    with open_session(Request(), project) as session, pytest.raises(KeyboardInterrupt):
+        flow._run_rounds(session)
+    assert git(project, "tag") == "round/r1"
+    assert locked(project, "round/r1") == {"r1"}
+
+
+def test_a_kill_between_decision_and_commit_is_made_good_in_true_words(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from flows import round as flow
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    run_by_hand(project, monkeypatch)
+    with monkeypatch.context() as patch, open_session(Request(), project) as session:
+        patch.setattr(Session, "conclude", killed)
+        with pytest.raises(KeyboardInterrupt):
+            flow._run_rounds(session)
+    assert git(project, "tag") == ""
+    capfd.readouterr()
+    assert chosen(project, commit="always") == "r2"
+    said = capfd.readouterr().out
+    assert re.search(r"^r1 was decided earlier and is in git now: committed as \w+, tag", said)
+    assert git(project, "tag") == "round/r1"
+    assert locked(project, "round/r1") == {"r1"}
+
+
+@pytest.mark.parametrize("commit", ["always", "able"])
+def test_a_round_that_git_refuses_stops_no_later_one_and_is_committed_before_it(
+    project: Path, monkeypatch: pytest.MonkeyPatch, commit: Literal["always", "able"]
+) -> None:
+    from flows import round as flow
+
+    hook = project / ".git/hooks/pre-commit"
+    hook.parent.mkdir(exist_ok=True)
+    hook.write_text("#!/bin/sh\n! git diff --cached --name-only | grep -q runs/r1/\n")
+    hook.chmod(0o755)
+    run_by_hand(project, monkeypatch)
+    with open_session(Request(commit=commit), project) as session:
+        state = flow._run_rounds(session)
+        words = "r2 is done, but not in git: r1 is committed first"
+        if commit == "always":
+            assert state is not None
+            assert "r1 is done, but not in git: git commit failed" in str(state.message)
+            assert words in str(state.message)
+        else:
+            assert state is None
+            assert session.committed == words
+    assert champion.status(project, "r2") == "promoted"
+    assert git(project, "tag") == ""
+    hook.unlink()
+    assert chosen(project, commit="always") == "r3"
+    assert git(project, "tag").split() == ["round/r1", "round/r2"]
+    assert not [path for path in lines(project, "round/r1") if path.startswith("runs/r2/")]
+    assert "runs/r2/metrics/decision.json" in lines(project, "round/r2")
 
 
 @pytest.mark.parametrize("others", [0, 1])
