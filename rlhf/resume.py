@@ -140,6 +140,11 @@ class Scratch:
         _code_digest()  # of the code that runs, not of what it is edited to meanwhile
 
     @property
+    def key(self) -> str:
+        """Hash of what the stage's result depends on."""
+        return self.place.name
+
+    @property
     def files(self) -> Path:
         """A directory for files of the stage's own that its checkpoints refer to. `finish` removes it.
 

@@ -9,9 +9,12 @@ otherwise it is the stage's own process, at the end and, when the stage is long,
 unreachable server costs a warning, not the run: the spool is sent by the next one.
 
 Every run is flat (nested runs do not overlay in MLflow's charts) and is found again by the tags
-`rlhf.key` and `rlhf.fingerprint`: the same settings continue or replace their run, changed settings
-make another. A point is written once: timestamps follow from the step, and a rerun that measures
-other values replaces the run instead of doubling its points.
+`rlhf.key` and `rlhf.fingerprint`: the same settings and inputs continue their run, changed ones make
+another. A point is written once: timestamps follow from the step, and an attempt that measures other
+values than the one before it gets a run of its own. A run that was finished then stays, no longer
+current; one that was not is deleted.
+
+What runs in a copy that `dvc exp` made is recorded as a try, beside the round's runs.
 
 A stage that continues from a checkpoint says so by `Run.resume`: what the killed attempt logged after
 that checkpoint is forgotten, what it logged before stays. Any other attempt starts over.
@@ -64,6 +67,7 @@ _SECONDS_BETWEEN_DRAINS = 5.0
 _MAX_PARAMS, _MAX_PARAM_LENGTH, _MAX_KEY_LENGTH = 500, 500, 250
 _MAX_TAG_LENGTH = 5000
 _NON_FINITE = "rlhf.non_finite"
+_OUTPUTS = ("dvc.outputs", "dvc.md5")
 _BATCH_METRICS, _BATCH_PARAMS = 1000, 100
 _MILLISECONDS_PER_STEP = 1000
 
@@ -83,6 +87,7 @@ def stage_run(
     name: str,
     algorithm: str | None,
     params: Mapping[str, Any],
+    inputs: str | None = None,
     folder: str | Path = ".",
 ) -> Run:
     """The MLflow run of one stage, as a context manager.
@@ -90,22 +95,32 @@ def stage_run(
     Args:
         pipeline: the whole configuration; gives the experiment's name and the server.
         stage: module of `tasks/`, like `policy`.
-        key: the stage's name in DVC, like `policy@r1-ppo`; with `params` it identifies the run.
+        key: the stage's name in DVC, like `policy@r1-ppo`; with `params` and `inputs` it identifies
+            the run.
         round: like `r1`.
         kind: what is compared with what: `sft`, `preferences`, `reward_model`, `policy`,
             `evaluation`, `round`.
         name: short, for legends: `r1/ppo`.
         algorithm: label of the candidate's algorithm, if any.
         params: settings, nested as they are; flattened to dotted names.
+        inputs: a digest of the content that the stage reads.
         folder: where `pipeline.yaml` is.
     """
+    folder = Path(folder).resolve()
     tags = {"rlhf.round": round, "rlhf.kind": kind, "rlhf.stage": stage, "rlhf.key": key}
     if algorithm is not None:
         tags["rlhf.algorithm"] = algorithm
-    if os.environ.get(TRY_VARIABLE):
-        tags |= {"rlhf.try": os.environ[TRY_VARIABLE], "rlhf.kind": f"try-{kind}"}
+    if inputs is not None:
+        tags["rlhf.inputs"] = inputs
+    experiment = _experiment(folder)
+    if experiment is not None:
+        key, name = f"{experiment}:{key}", f"{name} ({experiment})"
+        tags["rlhf.key"] = key
+    tried = os.environ.get(TRY_VARIABLE) or experiment
+    if tried:
+        tags |= {"rlhf.try": tried, "rlhf.kind": f"try-{kind}"}
     return Run(
-        folder=Path(folder).resolve(),
+        folder=folder,
         experiment=pipeline.project,
         uri=pipeline.tracking.uri,
         key=key,
@@ -298,11 +313,14 @@ def register_champion(pipeline: Pipeline, folder: str | Path = ".") -> None:
     """Let the registry follow `rlhf.champion`: its policy a version, with the alias `champion`.
 
     The model is named after the project. A version points at the directory that DVC holds; nothing is
-    uploaded. There is one for each round and weights, however often this is called.
+    uploaded. There is one for each round and weights, however often this is called. What a copy of
+    `dvc exp` promotes is nobody's champion.
     """
     from filelock import FileLock
 
     folder = Path(folder).resolve()
+    if _experiment(folder) is not None:
+        return
     path = folder / SPOOL / _REGISTRY
     path.parent.mkdir(parents=True, exist_ok=True)
     # Read and written in one go, so that of two processes the later event knows of both their changes.
@@ -362,15 +380,28 @@ def _weights(policy: Path) -> str:
     return str(written or champion.policy_digest(policy))
 
 
-def tag_outputs(pipeline: Pipeline, round: str, folder: str | Path = ".") -> None:
+def tag_outputs(
+    pipeline: Pipeline, round: str, folder: str | Path = ".", *, at_work: str | None = None
+) -> None:
     """Tag the round's runs with the hashes that dvc.lock records for their outputs.
 
     Where DVC restored an earlier result from its cache, the run that made it becomes the current
-    one again.
+    one again. A run that is tagged keeps its hashes. If no run is known to have made the outputs that
+    are here, a finished current run without hashes is taken for their maker; if the current one made
+    others, it steps back and the stage has no current run: charts show no numbers but those of what
+    is here.
+
+    Args:
+        pipeline: the whole configuration.
+        round: like `r1`.
+        folder: where `pipeline.yaml` is.
+        at_work: a stage to leave out, because dvc.lock still has what it made before.
     """
     folder = Path(folder).resolve()
+    if _experiment(folder) is not None:
+        return
     for key, outs in _locked_outputs(folder).items():
-        if not any(path.startswith(f"runs/{round}/") for path in outs):
+        if key == at_work or not any(path.startswith(f"runs/{round}/") for path in outs):
             continue
         _append(
             folder / SPOOL / _REGISTRY,
@@ -536,10 +567,28 @@ def tracking_uri(uri: str | None, folder: Path) -> str:
 
 def _project(folder: Path) -> Path:
     """The project's folder, also for the copy in which `dvc exp run --temp` and `--queue` run its stages."""
+    copies = _copies(folder)
+    return folder if copies is None else copies.parents[2]
+
+
+def _copies(folder: Path) -> Path | None:
+    """The directory of DVC's copies of the project, if the folder is in one."""
     for parent in folder.parents:
         if parent.parts[-3:] == (".dvc", "tmp", "exps"):
-            return parent.parents[2]
-    return folder
+            return parent
+    return None
+
+
+def _experiment(folder: Path) -> str | None:
+    """Name of the experiment whose copy of the project this is.
+
+    None in the project itself, where `dvc exp run` without a copy is as good as an edit and `dvc repro`.
+    """
+    copies = _copies(folder)
+    if copies is None:
+        return None
+    copy = folder.relative_to(copies).parts[0]
+    return _file_name(os.environ.get("DVC_EXP_NAME") or copy)
 
 
 def content_hash(path: Path, folder: Path) -> str:
@@ -775,6 +824,9 @@ class _Spool:
         if not events:
             self._end_if_killed()
             return 0
+        again = any(event["event"] == "start" for event in events)
+        if again and stored.get("status") == "FINISHED" and _to_be_continued(events):
+            return 0  # the finished run stays as it is until this attempt has an end
         ended = self._send(events)
         self._state.update(offset=offset, curves=self._ledger.curves)
         self._save()
@@ -811,21 +863,24 @@ class _Spool:
             return False
         now = self._attempts.events
         ends = [event["status"] for event in now if event["event"] == "end"]
-        if not self._run_exists():
-            self._find_or_create()
-        else:
-            if not self._exact and self._attempts.count > 1:
-                self._ledger.sent = self._points()
-                self._exact = True
-            if any(event["event"] == "start" for event in events):
-                self._take_up()
+        known, begins = self._run(), any(event["event"] == "start" for event in events)
+        if known is None:
+            known, begins = self._find(), True
+        elif not self._exact and self._attempts.count > 1:
+            self._ledger.sent, self._exact = self._points(), True
         if self._lost:
             self._ledger.adopt_earlier()
             self._lost = False
         # One that was stopped from outside is going to be continued.
-        if self._ledger.contradicted(ended=bool(ends) and ends != ["KILLED"]):
-            self._mlflow().delete_run(self._state["run_id"])
+        ended = bool(ends) and ends != ["KILLED"]
+        if known is None:
             self._create()
+        elif self._ledger.contradicted(ended=ended):
+            if known.info.status != "FINISHED":
+                self._mlflow().delete_run(self._state["run_id"])
+            self._create()
+        elif begins:
+            self._take_up()
         self._send_points()
         for event in now:
             if (
@@ -841,9 +896,10 @@ class _Spool:
             self._client = _client(self._start["uri"], self._folder)
         return self._client
 
-    def _run_exists(self) -> bool:
+    def _run(self) -> Any | None:
+        """The run in MLflow, None if it is not known or no longer there."""
         if self._state.get("uri") != tracking_uri(self._start["uri"], self._folder):
-            return False
+            return None
         from mlflow.exceptions import MlflowException
 
         try:
@@ -851,11 +907,11 @@ class _Spool:
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
-            return False
-        return bool(run.info.lifecycle_stage == "active")
+            return None
+        return run if run.info.lifecycle_stage == "active" else None
 
-    def _find_or_create(self) -> None:
-        """Find the run by its tags (the spool may be gone), or make it."""
+    def _find(self) -> Any | None:
+        """The run by its tags: the spool may be gone."""
         client, start = self._mlflow(), self._start
         self._state.update(
             uri=tracking_uri(start["uri"], self._folder),
@@ -865,11 +921,12 @@ class _Spool:
         self._ledger.sent, self._delivered = {}, set()
         found = _search(client, self._state["experiment_id"], start["key"], start["fingerprint"])
         if not found:
-            self._create()
-            return
+            return None
+        if found[0].info.status == "FINISHED" and _to_be_continued(self._attempts.events):
+            return None
         self._state["run_id"] = found[0].info.run_id
         self._ledger.sent, self._exact = self._points(), True
-        self._take_up()
+        return found[0]
 
     def _points(self) -> dict[tuple[str, int], float]:
         """What MLflow holds of the run."""
@@ -952,8 +1009,10 @@ class _Spool:
         elif event["event"] == "file":
             self._send_file(event)
         elif event["event"] == "end":
-            if event["status"] == "FINISHED" and "rlhf.error" in client.get_run(run_id).data.tags:
-                client.delete_tag(run_id, "rlhf.error")  # of an attempt that was stopped
+            if event["status"] == "FINISHED":
+                # Of an attempt that was stopped; of outputs that have been made anew.
+                for name in {"rlhf.error", *_OUTPUTS} & set(client.get_run(run_id).data.tags):
+                    client.delete_tag(run_id, name)
             client.set_terminated(run_id, status=event["status"], end_time=event["time"])
             self._state["status"] = event["status"]
 
@@ -1078,20 +1137,24 @@ class _Registry:
         text = json.dumps(event["outputs"], sort_keys=True)
         runs = _search(client, experiment.experiment_id, event["key"])
         current = [run for run in runs if run.data.tags.get("rlhf.current") == "true"]
-        makers = [run for run in runs if run.data.tags.get("dvc.outputs") == text]
-        if makers and not any(run in current for run in makers):
-            chosen = makers[0]
+        kept = _tag_values({"dvc.outputs": text})["dvc.outputs"]
+        makers = [run for run in runs if run.data.tags.get("dvc.outputs") == kept]
+        if makers:
+            chosen = next((run for run in makers if run in current), makers[0])
             client.set_tag(chosen.info.run_id, "rlhf.current", "true")
             _make_current(
                 client, experiment.experiment_id, event["key"], chosen.info.run_id, self._folder
             )
-        elif current:
-            chosen = current[0]
-        else:
+            return
+        finished = [run for run in current if run.info.status == "FINISHED"]
+        if not finished:  # a stage at work, or one that failed
+            return
+        if "dvc.outputs" in finished[0].data.tags:
+            _make_current(client, experiment.experiment_id, event["key"], None, self._folder)
             return
         first = next(iter(event["outputs"].values()), "")
         tags = {"dvc.outputs": text, "dvc.md5": first}
-        _log_batches(client, chosen.info.run_id, tags=_tag_values(tags))
+        _log_batches(client, finished[0].info.run_id, tags=_tag_values(tags))
 
 
 def _client(uri: str | None, folder: Path) -> MlflowClient:
@@ -1144,9 +1207,9 @@ def _search(
 
 
 def _make_current(
-    client: MlflowClient, experiment_id: str, key: str, run_id: str, folder: Path
+    client: MlflowClient, experiment_id: str, key: str, run_id: str | None, folder: Path
 ) -> None:
-    """Of the runs of a key, exactly one is current: it stands in charts and links."""
+    """Of the runs of a key, this one alone is current: it stands in charts and links. None: none is."""
     for run in _search(client, experiment_id, key):
         if run.info.run_id != run_id and run.data.tags.get("rlhf.current") == "true":
             client.set_tag(run.info.run_id, "rlhf.current", "false")
@@ -1192,6 +1255,13 @@ def _append(path: Path, event: Mapping[str, Any]) -> None:
             if file.read(1) != b"\n":
                 file.write(b"\n")
         file.write(json.dumps(event, default=str).encode() + b"\n")
+
+
+def _to_be_continued(events: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the attempt of these events is at work, or was stopped from outside."""
+    starts = [i for i, event in enumerate(events) if event["event"] == "start"]
+    attempt = events[starts[-1] :] if starts else events
+    return [event["status"] for event in attempt if event["event"] == "end"] in ([], ["KILLED"])
 
 
 def _non_finite_names(event: Mapping[str, Any]) -> list[str]:

@@ -52,6 +52,7 @@ def run(pipeline: config.Pipeline, name: str) -> None:
             name=f"{name}/best_of_n",
             algorithm="best_of_n",
             params={"evaluation": settings.model_dump(), "seed": pipeline.seed},
+            inputs=scratch.key,
         ) as tracked,
     ):
         work = Work(scratch, tracked, clock)

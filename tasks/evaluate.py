@@ -76,6 +76,7 @@ def run(pipeline: config.Pipeline, name: str) -> None:
                 "init": pipeline.rounds[candidate.round].init,
                 "seed": pipeline.seed,
             },
+            inputs=scratch.key,
         ) as tracked,
     ):
         work = Work(scratch, tracked, clock)

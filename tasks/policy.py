@@ -78,6 +78,7 @@ def run(pipeline: config.Pipeline, name: str) -> None:
             name=f"{candidate.round}/{name.split('-', 1)[1]} training",
             algorithm=candidate.algorithm,
             params=settings,
+            inputs=scratch.key,
         ) as tracked:
             _optimise(Job(pipeline, name, clock, tracked, scratch))
         scratch.finish()

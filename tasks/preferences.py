@@ -55,6 +55,7 @@ def run(pipeline: config.Pipeline, name: str) -> None:
                 "sample_from": declared.sample_from,
                 "seed": pipeline.seed,
             },
+            inputs=scratch.key,
         ) as tracked,
     ):
         work = Work(scratch, tracked, clock)

@@ -21,7 +21,7 @@ from rlhf.champion import LINEAGE, policy_digest
 from rlhf.errors import BadInput
 from rlhf.progress import Clock
 from rlhf.report import findings, page
-from rlhf.resume import content_digest
+from rlhf.resume import content_digest, fingerprint
 from tasks import common
 
 NUM_BOOTSTRAP = 1000
@@ -59,6 +59,7 @@ def run(pipeline: config.Pipeline, name: str) -> None:
         name=name,
         algorithm=None,
         params={"gate": declared.gate.model_dump(), "from": declared.from_},
+        inputs=_inputs(pipeline, name),
     ) as tracked:
         with artifacts.write_directory(out) as directory:
             shutil.copytree(source, directory, dirs_exist_ok=True)
@@ -88,7 +89,7 @@ def run(pipeline: config.Pipeline, name: str) -> None:
             tracked.dataset(_evaluations(name, key) / "evaluations.parquet", key, "evaluation")
         tracked.note(_note(decision, rows))
         tracking.register_champion(pipeline)
-    tracking.tag_outputs(pipeline, name)
+    tracking.tag_outputs(pipeline, name, at_work=f"promote@{name}")
     clock.write()
 
 
@@ -324,6 +325,19 @@ def write_report(pipeline: config.Pipeline, name: str, decision: dict[str, Any])
 
 
 # --- reading -------------------------------------------------------------------------------------
+
+
+def _inputs(pipeline: config.Pipeline, name: str) -> str:
+    """Digest of what the decision and its report depend on.
+
+    Of the candidates' policies only what they say of themselves is read: the evaluations were made of their weights.
+    """
+    declared, home = pipeline.rounds[name], common.RUNS / name
+    paths = [common.TABLES, common.RUNS / declared.from_ / "promoted", common.INITIAL_METRICS]
+    paths += [home / "reward_model", home / "best_of_n"]
+    for key in pipeline.candidates_of(name):
+        paths += [_evaluations(name, key), *sorted((home / "policies" / key).glob("*.json"))]
+    return fingerprint(paths, {"seed": pipeline.seed, "round": declared.model_dump(mode="json")})
 
 
 def _need_evaluations(pipeline: config.Pipeline, name: str) -> None:

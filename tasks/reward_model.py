@@ -116,6 +116,7 @@ def run(pipeline: config.Pipeline, name: str) -> None:
             name=f"{name}/reward_model",
             algorithm=settings.loss.kind,
             params={"reward_model": settings.model_dump(), "seed": pipeline.seed},
+            inputs=scratch.key,
         ) as tracked,
     ):
         work = Work(job, scratch, tracked, clock)

@@ -57,6 +57,7 @@ def run(pipeline: config.Pipeline) -> None:
                 "model": pipeline.model.model_dump(),
                 "seed": pipeline.seed,
             },
+            inputs=scratch.key,
         ) as tracked:
             _train(pipeline, scratch, tracked, clock)
         scratch.finish()

@@ -107,17 +107,37 @@ def test_the_same_settings_and_values_are_one_run_without_doubled_points(
     assert [step for step, _ in curve(folder, found, "policy/reward")] == [0, 1, 2, 3]
 
 
-def test_a_rerun_that_measures_other_values_replaces_its_run(
-    pipeline: config.Pipeline, folder: Path
+@pytest.mark.parametrize("live", [False, True])
+def test_a_rerun_that_measures_other_values_leaves_the_finished_run(
+    pipeline: config.Pipeline, folder: Path, live: bool
 ) -> None:
-    for offset, last in ((0.0, 5), (0.5, 3)):
+    for offset, last in ((0.0, 5), (0.5, 7)):
         with start(pipeline, folder) as run:
             for step in range(last):
-                run.metrics({"policy/reward": offset + step}, step)
-    (found,) = runs(folder)
-    assert curve(folder, found, "policy/reward") == [(0, 0.5), (1, 1.5), (2, 2.5)]
-    assert found.info.status == "FINISHED"
-    assert found.data.params["kl.coef"] == "0.15"
+                run.metrics({"policy/reward": (offset if step > 2 else 0) + step}, step)
+                if live:
+                    tracking.Forwarder(folder).drain()
+    old, new = runs(folder)
+    assert curve(folder, old, "policy/reward") == [(step, float(step)) for step in range(5)]
+    assert curve(folder, new, "policy/reward")[2:4] == [(2, 2.0), (3, 3.5)]
+    assert [run.info.status for run in (old, new)] == ["FINISHED", "FINISHED"]
+    assert [run.data.tags["rlhf.current"] for run in (old, new)] == ["false", "true"]
+    assert new.data.params["kl.coef"] == "0.15"
+
+
+def test_a_rerun_that_is_killed_leaves_the_finished_run_until_it_is_continued(
+    pipeline: config.Pipeline, folder: Path
+) -> None:
+    attempt(pipeline, folder, range(4))
+    position = attempt(pipeline, folder, range(3), offset=0.5, checkpoint=1, ends=False)
+    for _ in range(2):
+        tracking.forward(folder)
+    assert lasting(folder) == [(step, float(step)) for step in range(4)]
+    attempt(pipeline, folder, range(2, 4), offset=0.5, position=position)
+    old, new = runs(folder)
+    assert curve(folder, old, "policy/reward") == [(step, float(step)) for step in range(4)]
+    assert curve(folder, new, "policy/reward") == [(step, step + 0.5) for step in range(4)]
+    assert [run.data.tags["rlhf.current"] for run in (old, new)] == ["false", "true"]
 
 
 def killed(run: tracking.Run) -> None:
@@ -178,13 +198,16 @@ def test_what_was_measured_after_the_checkpoint_is_forgotten_whatever_its_step_o
     pipeline: config.Pipeline, folder: Path
 ) -> None:
     """Members of a committee count their steps from the beginning, each."""
-    with start(pipeline, folder) as run:
-        for step in range(3):
-            run.metrics({"member_0": float(step)}, step)
-        run.metrics({"member_1": 0.0}, 0)
-        position = run.position()
-        run.metrics({"member_1": 1.0, "odd": 1.0}, 1)
-        run.summary({"early": 1.0})
+    run = start(pipeline, folder)
+    run.__enter__()
+    for step in range(3):
+        run.metrics({"member_0": float(step)}, step)
+    run.metrics({"member_1": 0.0}, 0)
+    position = run.position()
+    run.metrics({"member_1": 1.0, "odd": 1.0}, 1)
+    run.summary({"early": 1.0})
+    killed(run)
+    tracking.forward(folder)
     with start(pipeline, folder) as run:
         run.resume(position)
         run.metrics({"member_1": 1.0}, 1)
@@ -343,6 +366,109 @@ def test_changed_settings_make_another_run_and_the_old_one_steps_back(
     old, new = runs(folder)
     assert (old.data.params["kl.coef"], new.data.params["kl.coef"]) == ("0.15", "0.3")
     assert (old.data.tags["rlhf.current"], new.data.tags["rlhf.current"]) == ("false", "true")
+
+
+def lock(folder: Path, key: str, path: str, md5: str) -> None:
+    """dvc.lock, where a stage has one output."""
+    outs = {"outs": [{"path": path, "md5": md5}]}
+    (folder / "dvc.lock").write_text(json.dumps({"schema": "2.0", "stages": {key: outs}}))
+
+
+def evaluated(pipeline: config.Pipeline, folder: Path, inputs: str, gold: float) -> None:
+    """An evaluation whose own settings are always the same."""
+    settings: dict[str, Any] = {"key": "evaluate@r1-ppo", "kind": "evaluation", "inputs": inputs}
+    with start(pipeline, folder, **settings) as run:
+        run.metrics({"eval/gold": gold}, 0)
+    lock(folder, "evaluate@r1-ppo", "runs/r1/evaluations/r1-ppo", inputs * 4)
+
+
+def standing(folder: Path) -> list[tuple[float, str, str, str | None]]:
+    return [
+        (
+            run.data.metrics["eval/gold"],
+            run.info.status,
+            run.data.tags["rlhf.current"],
+            run.data.tags.get("dvc.md5"),
+        )
+        for run in runs(folder)
+    ]
+
+
+def test_other_inputs_are_another_run_and_going_back_makes_the_earlier_one_current(
+    pipeline: config.Pipeline, folder: Path
+) -> None:
+    for inputs, gold in (("aaaa", 0.1), ("bbbb", 0.2)):
+        evaluated(pipeline, folder, inputs, gold)
+        tracking.tag_outputs(pipeline, "r1", folder)
+    earlier, later = "aaaa" * 4, "bbbb" * 4
+    assert standing(folder) == [
+        (0.1, "FINISHED", "false", earlier),
+        (0.2, "FINISHED", "true", later),
+    ]
+    lock(folder, "evaluate@r1-ppo", "runs/r1/evaluations/r1-ppo", earlier)
+    tracking.tag_outputs(pipeline, "r1", folder)
+    assert standing(folder) == [
+        (0.1, "FINISHED", "true", earlier),
+        (0.2, "FINISHED", "false", later),
+    ]
+    shown = [json.loads(p.read_text()) for p in (folder / tracking.SPOOL).glob("*.state.json")]
+    assert [state["run_id"] for state in shown if state["current"]] == [runs(folder)[0].info.run_id]
+
+
+def test_outputs_that_no_run_is_known_to_have_made_are_written_on_none(
+    pipeline: config.Pipeline, folder: Path
+) -> None:
+    evaluated(pipeline, folder, "bbbb", 0.2)
+    tracking.tag_outputs(pipeline, "r1", folder)
+    lock(folder, "evaluate@r1-ppo", "runs/r1/evaluations/r1-ppo", "cccc")
+    tracking.tag_outputs(pipeline, "r1", folder)
+    assert standing(folder) == [(0.2, "FINISHED", "false", "bbbb" * 4)]
+    assert tracking.links(pipeline, "r1", folder=folder) == {}
+
+
+def test_a_forced_rerun_with_equal_results_is_the_same_run_whatever_its_files_are_now(
+    pipeline: config.Pipeline, folder: Path
+) -> None:
+    """As after an update that writes the same numbers into another file."""
+    evaluated(pipeline, folder, "aaaa", 0.1)
+    tracking.tag_outputs(pipeline, "r1", folder)
+    evaluated(pipeline, folder, "aaaa", 0.1)
+    lock(folder, "evaluate@r1-ppo", "runs/r1/evaluations/r1-ppo", "cccc")
+    tracking.tag_outputs(pipeline, "r1", folder)
+    assert standing(folder) == [(0.1, "FINISHED", "true", "cccc")]
+
+
+def test_what_a_stage_at_work_made_before_is_not_said_of_its_run(
+    pipeline: config.Pipeline, folder: Path
+) -> None:
+    evaluated(pipeline, folder, "aaaa", 0.1)
+    tracking.tag_outputs(pipeline, "r1", folder, at_work="evaluate@r1-ppo")
+    assert standing(folder) == [(0.1, "FINISHED", "true", None)]
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_copy_of_dvc_exp_is_recorded_as_a_try_and_leaves_the_round_alone(
+    pipeline: config.Pipeline, folder: Path, monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
+    evaluated(pipeline, folder, "aaaa", 0.1)
+    tracking.tag_outputs(pipeline, "r1", folder)
+    before = runs(folder)[0].to_dictionary()
+    copy = folder / ".dvc/tmp/exps/tmpab12"
+    copy.mkdir(parents=True)
+    if named:
+        monkeypatch.setenv("DVC_EXP_NAME", "sixth-yaud")
+    for inputs, gold in (("aaaa", 0.1), ("bbbb", 0.2)):
+        evaluated(pipeline, copy, inputs, gold)
+        tracking.tag_outputs(pipeline, "r1", copy)
+    tracking.register_champion(pipeline, copy)
+    own, same, other = runs(folder)
+    assert own.to_dictionary() == before
+    name = "sixth-yaud" if named else "tmpab12"
+    for run in (same, other):
+        assert run.data.tags["rlhf.try"] == name
+        assert run.data.tags["rlhf.kind"] == "try-evaluation"
+        assert run.data.tags["rlhf.key"] == f"{name}:evaluate@r1-ppo"
+    assert not tracking._client(None, folder).search_registered_models()
 
 
 def test_what_is_not_finite_is_named_and_never_a_number(
