@@ -406,7 +406,8 @@ def test_a_person_answers_the_form(place: Deployed) -> None:
     assert (decided.by, decided.because) == ("Ann", "better")
     assert place.git("log", "-1", "--format=%s") == f"Round {name}: promoted {name}-ppo: better"
     assert place.git("status", "--porcelain") == ""
-    assert list((place.folder / deployments.RUNS).iterdir()) == []
+    # Others may be there: of runs that an earlier test has left without a process.
+    assert run not in {path.stem for path in (place.folder / deployments.RUNS).iterdir()}
 
 
 def test_a_decision_elsewhere_resumes_the_run(place: Deployed) -> None:
