@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
@@ -14,13 +13,13 @@ from rlhf.champion import policy_digest
 from rlhf.data.book import PromptBook
 from rlhf.data.text import TextCodec, load_tokenizer
 from rlhf.evaluation import statistics
-from rlhf.evaluation.measure import Judges, Measurement, by_prompt, measure
+from rlhf.evaluation.measure import Judges, measure
 from rlhf.models.policy import device_of, load_policy
 from rlhf.progress import Clock, Progress
 from rlhf.rewards.committee import Committee
 from rlhf.rewards.gold import load_gold
 from tasks import common
-from tasks.evaluate import START, initial_policy
+from tasks.evaluate import START, Work, initial_policy
 
 
 def run(pipeline: config.Pipeline, name: str) -> None:
@@ -90,7 +89,7 @@ def run(pipeline: config.Pipeline, name: str) -> None:
 
 def best_of(answers: pd.DataFrame, *, has_gold: bool) -> pd.DataFrame:
     """`contracts.BEST_OF_N` for n = 1, 2, 4, ... up to the number of answers to a prompt."""
-    proxy, gold, logprob = (by_prompt(answers, c) for c in ("proxy", "gold", "logprob"))
+    proxy, gold, logprob = (statistics.by_prompt(answers, c) for c in ("proxy", "gold", "logprob"))
     ns = powers(proxy.shape[1])
     table = statistics.best_of_n(proxy, gold if has_gold else proxy, ns)
     table = table.rename(columns={"target": "gold"})
@@ -103,35 +102,6 @@ def best_of(answers: pd.DataFrame, *, has_gold: bool) -> pd.DataFrame:
 def powers(count: int) -> list[int]:
     """1, 2, 4, ... and the count itself."""
     return [*(2**i for i in range(count.bit_length()) if 2**i < count), count]
-
-
-class Work:
-    """How far the stage is; saved, and read back at the start."""
-
-    def __init__(self, scratch: resume.Scratch, tracked: tracking.Run, clock: Clock) -> None:
-        self._scratch, self._tracked, self._clock = scratch, tracked, clock
-        self.current = Measurement()
-        scratch.restore(self._apply)
-        self._count = scratch.resumed_at or 0
-
-    def step(self, precious: bool) -> None:
-        """Something is done; what is precious is saved whether or not that is due."""
-        self._count += 1
-        if precious:
-            self._scratch.save(self._count, self._collect())
-        self._scratch.step(self._count, self._collect)
-
-    def _collect(self) -> dict[str, Any]:
-        return {
-            "current": self.current.state_dict(),
-            "clock": self._clock.state_dict(),
-            "tracked": self._tracked.position(),
-        }
-
-    def _apply(self, state: Mapping[str, Any]) -> None:
-        self.current.load_state_dict(state["current"])
-        self._clock.load_state_dict(state["clock"])
-        self._tracked.resume(state["tracked"])
 
 
 def _scratch(

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from rlhf import config
 from rlhf.data.book import PromptBook
 from rlhf.errors import BadInput
-from rlhf.evaluation.statistics import win_rate
+from rlhf.evaluation.statistics import by_prompt, win_rate
 from rlhf.models.sequences import Sequences
 from rlhf.optimise.forward import divergence
 from rlhf.progress import Clock
@@ -205,9 +205,3 @@ def standard_error(answers: pd.DataFrame, column: str) -> float | None:
     """Of the mean, from the spread of prompt means; None with one prompt."""
     means = answers.groupby("prompt_id", sort=False)[column].mean()
     return float(means.std(ddof=1) / math.sqrt(len(means))) if len(means) > 1 else None
-
-
-def by_prompt(answers: pd.DataFrame, column: str) -> np.ndarray:
-    """(P, S): the answers of each prompt in a row, prompts in order of appearance."""
-    per = len(answers) // answers["prompt_id"].nunique()
-    return answers[column].to_numpy().reshape(-1, per)

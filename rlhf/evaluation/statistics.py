@@ -40,6 +40,12 @@ def finite(name: str, values: ArrayLike, ndim: int) -> Floats:
     return array
 
 
+def by_prompt(answers: pd.DataFrame, column: str) -> Floats:
+    """(P, S): the answers of each prompt in a row, prompts in order of appearance; as many answers to each."""
+    prompts = answers["prompt_id"].nunique()
+    return np.asarray(answers[column].to_numpy(np.float64).reshape(prompts, -1))
+
+
 def _ratio(sums: Floats, counts: Floats, axis: int = -1) -> Floats:
     return np.asarray(sums.sum(axis=axis) / counts.sum(axis=axis))
 

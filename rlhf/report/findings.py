@@ -284,12 +284,6 @@ def _said(find: Callable[[], T]) -> Maybe[T]:
 # --- one candidate ---
 
 
-def _by_prompt(answers: pd.DataFrame, column: str) -> np.ndarray:
-    """(P, S): the answers of each prompt in a row, prompts in their order."""
-    prompts = answers["prompt_id"].nunique()
-    return answers[column].to_numpy(float).reshape(prompts, -1)
-
-
 def _path(
     candidate: str,
     algorithm: str,
@@ -307,7 +301,9 @@ def _path(
         no_gold = Missing("gold is not known of every answer")
 
     def change(table: pd.DataFrame, column: str) -> np.ndarray:
-        return np.asarray(_by_prompt(table, column).mean(1) - _by_prompt(base, column).mean(1))
+        return np.asarray(
+            statistics.by_prompt(table, column).mean(1) - statistics.by_prompt(base, column).mean(1)
+        )
 
     points = []
     for row in steps.to_dict("records"):
@@ -317,7 +313,7 @@ def _path(
             Point(
                 checkpoint=row["checkpoint"],
                 step=row["step"],
-                kl=options.mean(_by_prompt(table, "kl").mean(1)),
+                kl=options.mean(statistics.by_prompt(table, "kl").mean(1)),
                 proxy=options.mean(change(table, "proxy")),
                 gold=options.mean(change(table, "gold")) if gold else no_gold,
                 members=[float(change(table, c).mean()) for c in members],
@@ -332,7 +328,7 @@ def _path(
     def curve(column: str) -> Maybe[Fit]:
         def fitted() -> Fit:
             kl, reward = (
-                np.stack([_by_prompt(table, name).mean(1) for table in tables])[None]
+                np.stack([statistics.by_prompt(table, name).mean(1) for table in tables])[None]
                 for name in ("kl", column)
             )
             kl[:, 0] = 0.0
@@ -412,8 +408,8 @@ def _policies(paths: list[Path_], answers: Mapping[str, pd.DataFrame]) -> dict[s
 def _compare(policies: Mapping[str, pd.DataFrame], score: str, options: _Options) -> Comparison:
     if len(policies) < 2:
         raise ValueError("no candidate was evaluated")
-    scores = {name: _by_prompt(table, score) for name, table in policies.items()}
-    lengths = {name: _by_prompt(table, "num_tokens") for name, table in policies.items()}
+    scores = {name: statistics.by_prompt(table, score) for name, table in policies.items()}
+    lengths = {name: statistics.by_prompt(table, "num_tokens") for name, table in policies.items()}
     ours = [name for name in policies if name not in (INCOMING, INITIAL)]
     chances = {"num_bootstrap": options.num_bootstrap, "seed": options.seed}
     shares = [comparison.win_shares(scores[name], scores[INCOMING]) for name in ours]
@@ -447,13 +443,13 @@ def _best_of_n(folder: Path, options: _Options) -> BestOfN:
         raise ValueError(f"{path} is not there")
     answers = contracts.read(path, contracts.ANSWERS)
     table = contracts.read(folder / "best_of_n.parquet", contracts.BEST_OF_N)
-    proxy, gold = (_by_prompt(answers, column) for column in ("proxy", "gold"))
+    proxy, gold = (statistics.by_prompt(answers, column) for column in ("proxy", "gold"))
     ns = table["n"].tolist()
     has_gold = not answers["gold"].isna().any()
 
     def over_start(target: np.ndarray) -> np.ndarray:
-        by_prompt = statistics.best_of_n_by_prompt(proxy, target, ns)
-        return np.asarray(by_prompt - target.mean(1))
+        best = statistics.best_of_n_by_prompt(proxy, target, ns)
+        return np.asarray(best - target.mean(1))
 
     def fitted() -> Fit:
         gains = np.concatenate([np.zeros((1, len(gold))), over_start(gold)[1:]])

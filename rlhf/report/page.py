@@ -70,9 +70,7 @@ def render(
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    environment.filters.update(
-        interval=_interval, number=_number, percent=_percent, isMissing=_missing, kl=_kl
-    )
+    environment.filters.update(interval=_interval, number=_number, percent=_percent, kl=_kl)
     environment.tests["missing"] = lambda value: isinstance(value, Missing)
     drawn = [(path, _svg(figures.path(path)), verdict(path)) for path in found.paths]
     model, best = found.reward_model, found.best_of_n
@@ -125,7 +123,7 @@ def verdict(path: Path_) -> list[str]:
         part = path.parted
         if part.upper < 0:
             said.append(
-                f"Proxy and gold part: from the start to {chosen.checkpoint} gold rose by {_positive(-part.value)} "
+                f"Proxy and gold part: from the start to {chosen.checkpoint} gold rose by {-part.value:.2f} "
                 f"standard deviations less than the proxy [{-part.upper:.2f}, {-part.lower:.2f}]."
             )
         else:
@@ -168,10 +166,6 @@ def verdict(path: Path_) -> list[str]:
         if fell:
             said.append(f"Parts of gold that fell while the proxy rose: {', '.join(fell)}.")
     return said
-
-
-def _positive(value: float) -> str:
-    return f"{value:.2f}"
 
 
 def _squared(value: float) -> str:
@@ -248,10 +242,6 @@ def _number(value: float | None, digits: int = 2) -> str:
 
 def _percent(value: float) -> str:
     return f"{100 * value:.0f} %"
-
-
-def _missing(value: object) -> bool:
-    return isinstance(value, Missing)
 
 
 def _kl(fit: Fit) -> str:
