@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from dvc.repo import Repo
 
 PIPELINE = "pipeline.yaml"
+DEVICE_STAGES = ("sft", "preferences", "reward_model", "policy", "evaluate", "best_of_n")
+"""Stages that run a model: each takes a GPU slot where there are any."""
 _KEYS = {"cmd", "deps", "params", "outs", "metrics", "plots", "desc", "meta"}
 _OUTPUT_KEYS = {"cache", "desc", "labels", "meta", "persist", "push", "type"}
 _COLLECTION = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")

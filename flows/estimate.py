@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from flows.definitions import ABSENT, find
+from flows.definitions import ABSENT, DEVICE_STAGES, find
 from flows.plan import Stage
 from rlhf import artifacts, presets
 from rlhf.progress import TIMINGS
@@ -25,7 +25,6 @@ from rlhf.progress import TIMINGS
 HISTORY = TIMINGS / "history.jsonl"
 _KEPT = 10  # runs of each stage
 _COMPARED = 8  # latest runs that an estimate looks at
-_GPU_STAGES = ("sft", "preferences", "reward_model", "policy", "evaluate", "best_of_n")
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ def estimate(
     if not seconds or cost_per_hour is None:
         cost = None
     elif gpus:
-        used = [s for name, s in seconds.items() if name.split("@")[0] in _GPU_STAGES]
+        used = [s for name, s in seconds.items() if name.split("@")[0] in DEVICE_STAGES]
         cost = _sum(used).times(cost_per_hour / 3600)
     else:
         assert wall is not None
@@ -161,7 +160,7 @@ def schedule(
     now, free, devices = 0.0, parallel, gpus
 
     def takes_device(name: str) -> bool:
-        return gpus > 0 and name in seconds and name.split("@")[0] in _GPU_STAGES
+        return gpus > 0 and name in seconds and name.split("@")[0] in DEVICE_STAGES
 
     while ready or running:
         held = []

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from flows import history
+from flows.definitions import DEVICE_STAGES
 from flows.display import Display
 from flows.plan import Stage, check_workspace, make_plan
 from flows.runner import Runner, devices, workspace_lock
@@ -24,7 +25,6 @@ from rlhf.errors import BadInput, StageFailed
 from rlhf.optimise.imported import check_imported
 
 Commit = Literal["always", "able", "never"]
-_USES_A_DEVICE = ("sft", "preferences", "reward_model", "policy", "evaluate", "best_of_n")
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Session:
 
     def uses_a_device(self, stage: str) -> bool:
         """Whether a stage takes a GPU slot."""
-        return self.pipeline.resources.gpus > 0 and stage.split("@")[0] in _USES_A_DEVICE
+        return self.pipeline.resources.gpus > 0 and stage.split("@")[0] in DEVICE_STAGES
 
     def plan_again(self) -> None:
         """Look anew at what is out of date, after pipeline.yaml has changed."""
